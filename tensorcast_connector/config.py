@@ -1,0 +1,211 @@
+"""Every limit and every configuration value, units last. The only module that reads the environment."""
+
+import difflib
+import os
+import re
+import tempfile
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tensorcast_connector.errors import ConfigError
+from tensorcast_connector.types import Address
+
+# --- wire and RPC -----------------------------------------------------------------------------------------------------
+FRAME_BODY_BYTES_MAX = 16 << 20
+FRAME_PAYLOAD_BYTES_MAX = 1 << 40
+REQUESTS_IN_FLIGHT_MAX = 1024  # per connection; one more is answered with Exhausted
+KEYS_PER_MESSAGE_MAX = 65_536  # 65,536 keys of 48 bytes are 3 MiB, well inside one frame
+HELLO_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 2.0
+RECONNECT_DELAY_MIN_S = 0.05
+RECONNECT_DELAY_MAX_S = 2.0
+UNIX_PATH_BYTES_MAX = 107  # sun_path is 108 bytes with its terminating zero
+
+# --- worker -----------------------------------------------------------------------------------------------------------
+SLAB_BYTES = 64 << 20
+SLOT_ALIGN_BYTES = 4096
+ARENA_BYTES_MIN = 1 << 20
+PAGE_BYTES_MAX = 64 << 20
+FETCH_PAGES_PER_REQUEST = 16
+FETCH_CONNECTIONS_PER_PEER = 2
+FETCH_TIMEOUT_S = 10.0
+LOCATE_TIMEOUT_S = 0.25
+ANNOUNCE_KEYS_PER_MESSAGE = 4096
+SOURCE_HINTS_MAX = 200_000
+
+# --- store ------------------------------------------------------------------------------------------------------------
+MEMBER_TTL_S = 6  # whole seconds, as etcd's leases
+HEARTBEAT_INTERVAL_S = 1.0
+STORE_TIMEOUT_S = 2.0
+
+# --- engine plugin ----------------------------------------------------------------------------------------------------
+LOOKUP_DEADLINE_S = 0.5
+LOAD_TIMEOUT_S = 20.0
+SAVE_TIMEOUT_S = 20.0
+SAVE_BACKLOG_BLOCKS_MAX = 4096  # pinned blocks waiting to be copied; beyond it new blocks are not saved
+
+# A member that misses two heartbeats and a slow answer is still alive.
+assert 3 * HEARTBEAT_INTERVAL_S + STORE_TIMEOUT_S < MEMBER_TTL_S
+# The largest inventory message fits in a frame: 4096 keys of 16 + 64 bytes.
+assert ANNOUNCE_KEYS_PER_MESSAGE * (16 + 64 + 8) < FRAME_BODY_BYTES_MAX
+
+_SIZE_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+               "k": 10**3, "m": 10**6, "g": 10**9, "kb": 10**3, "mb": 10**6, "gb": 10**9}  # fmt: skip
+
+
+def parse_size(text: str, name: str) -> int:
+    """Bytes of "512MiB", "1GiB", "2GB" or a plain number.
+
+    Raises:
+        ConfigError: naming `name` and the value.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _SIZE_UNITS.get(match.group(2).lower()) if match else None
+    if match is None or unit is None:
+        raise ConfigError(f"{name}={text!r} is not a size; write for example 512MiB or 4GiB")
+    return int(float(match.group(1)) * unit)
+
+
+def parse_address(text: str, name: str) -> Address:
+    """An Address from "unix:/path", "host:port" or "[::1]:port".
+
+    Raises:
+        ConfigError: naming `name` and the value.
+    """
+    if text.startswith("unix:"):
+        path = text.removeprefix("unix:")
+        if not path.startswith("/"):
+            raise ConfigError(
+                f"{name}={text!r}: a Unix socket needs an absolute path, for example unix:/run/tensorcast/w.sock"
+            )
+        if len(os.fsencode(path)) > UNIX_PATH_BYTES_MAX:
+            raise ConfigError(
+                f"{name}={text!r}: the path is longer than {UNIX_PATH_BYTES_MAX} bytes, which the kernel refuses; use a shorter one"
+            )
+        return Address("unix", path=path)
+    host, colon, port = text.removeprefix("tcp:").rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{name}={text!r} is not an address; write unix:/path, host:port or [ipv6]:port")
+    return Address("tcp", host=host, port=int(port))
+
+
+def default_runtime_dir() -> Path:
+    """Where sockets and the embedded store live unless told: private to the user."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "tensorcast" if base else Path(tempfile.gettempdir()) / f"tensorcast-{os.getuid()}"
+
+
+def default_cache_dir() -> Path:
+    """Where digests of model files are remembered."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tensorcast"
+
+
+def unknown_key(key: str, known: Iterable[str], where: str) -> ConfigError:
+    """The one line for a key that does not exist, with the nearest that does."""
+    names = sorted(known)
+    near = difflib.get_close_matches(key, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"
+    return ConfigError(f"{where}: unknown key {key!r}; {hint}")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """`tensorcast store`: where it listens and keeps its database."""
+
+    listen: str = "127.0.0.1:7700"
+    data_dir: str = field(default_factory=lambda: str(default_runtime_dir() / "store"))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """`tensorcast worker`: one arena on one host."""
+
+    store: str = "127.0.0.1:7700"
+    name: str = ""  # the host name unless told
+    listen: str = "127.0.0.1:0"  # for other workers
+    advertise: str = ""  # what other workers dial; the listening address unless told
+    socket: str = ""  # for engines on this host; <runtime dir>/<name>.sock unless told
+    arena_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        if self.arena_bytes < ARENA_BYTES_MIN:
+            raise ConfigError(
+                f"arena={self.arena_bytes} bytes is below the least size of {ARENA_BYTES_MIN} bytes (1MiB)"
+            )
+
+
+T = TypeVar("T")
+
+
+def config_from_file(kind: type[T], path: str, overrides: Mapping[str, Any]) -> T:
+    """A `kind` from a TOML file (none if `path` is empty) and the flags that were given (None = not given).
+
+    Raises:
+        ConfigError: unreadable file, bad TOML, unknown key, or a value of the wrong type; names file and key.
+    """
+    raw: dict[str, Any] = {}
+    if path:
+        try:
+            raw = tomllib.loads(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(f"config file {path}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config file {path}: not TOML: {error}") from error
+    names = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    for key, value in raw.items():
+        if key not in names:
+            raise unknown_key(key, names, f"config file {path}")
+        if key == "arena_bytes" and isinstance(value, str):
+            value = raw[key] = parse_size(value, f"config file {path}: {key}")
+        expected = int if key == "arena_bytes" else str
+        if not isinstance(value, expected) or isinstance(value, bool):
+            raise ConfigError(f"config file {path}: {key}={value!r} should be a {expected.__name__}")
+    return kind(**{**raw, **{key: value for key, value in overrides.items() if value is not None}})
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorConfig:
+    """`kv_connector_extra_config` of the vLLM connector."""
+
+    worker: str
+    tenant: str = "default"
+    weight_version: str = ""  # a declared version; the content digest of the weight files unless told
+    lookup_deadline_s: float = LOOKUP_DEADLINE_S
+    save_decode: bool = True  # also save blocks filled by generated tokens
+    min_load_blocks: int = 1  # shorter hits are recomputed
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any]) -> "ConnectorConfig":
+        """Checked configuration.
+
+        Raises:
+            ConfigError: missing worker, unknown key, or a value of the wrong type or range.
+        """
+        where = "kv_connector_extra_config"
+        types: dict[str, tuple[type, ...]] = {
+            "worker": (str,), "tenant": (str,), "weight_version": (str,), "lookup_deadline_s": (int, float),
+            "save_decode": (bool,), "min_load_blocks": (int,),
+        }  # fmt: skip
+        for key, value in extra.items():
+            if key not in types:
+                raise unknown_key(key, types, where)
+            if not isinstance(value, types[key]) or (isinstance(value, bool) and bool not in types[key]):
+                raise ConfigError(f"{where}: {key}={value!r} should be a {types[key][-1].__name__}")
+        if not extra.get("worker"):
+            raise ConfigError(
+                f'{where}: "worker" is missing; give the address of this host\'s worker, for example '
+                '{"worker": "unix:/run/tensorcast/worker.sock"} (tensorcast up prints it)'
+            )
+        if parse_address(extra["worker"], f"{where}: worker").scheme != "unix":
+            raise ConfigError(
+                f"{where}: worker={extra['worker']!r} must be a Unix socket (unix:/path): the arena is shared memory of one host"
+            )
+        config = cls(**extra)
+        if config.lookup_deadline_s <= 0 or config.min_load_blocks < 1:
+            raise ConfigError(f"{where}: lookup_deadline_s must be above 0 and min_load_blocks at least 1")
+        return config

@@ -1,0 +1,71 @@
+"""The exception tree: whose fault it is, and what the caller may do about it.
+
+Foreign exceptions are mapped to these at the edge file that meets them. Each class has a `code`, the name it travels
+under in an error reply, so that the caller of a remote operation sees the same class as a local one.
+"""
+
+
+class TensorcastError(Exception):
+    """Base of all errors of this package."""
+
+    code = "internal"
+
+
+class ConfigError(TensorcastError):
+    """The user's configuration is wrong. The message names the field, the value and the remedy. Never retried."""
+
+    code = "config"
+
+
+class ProtocolError(TensorcastError):
+    """Bytes or messages that break the protocol. The connection they came from is closed."""
+
+    code = "protocol"
+
+
+class Unavailable(TensorcastError):
+    """The other side cannot be reached or went away. Retry later; nothing is known to have happened."""
+
+    code = "unavailable"
+
+
+class DeadlineExceeded(Unavailable):
+    """No answer within the caller's deadline. The operation may still happen on the other side."""
+
+    code = "deadline"
+
+
+class NotFound(TensorcastError):
+    """What was named does not exist (any more)."""
+
+    code = "not-found"
+
+
+class Conflict(TensorcastError):
+    """A compare-and-swap or a put-if-absent lost; read again before retrying."""
+
+    code = "conflict"
+
+
+class Exhausted(TensorcastError):
+    """A limit of config.py is reached: memory, queue, requests in flight. Retry after something was released."""
+
+    code = "exhausted"
+
+
+class IntegrityError(TensorcastError):
+    """Bytes that do not match their digest. They are dropped and count as a miss."""
+
+    code = "integrity"
+
+
+def _tree(root: type[TensorcastError]) -> list[type[TensorcastError]]:
+    return [root, *(each for child in root.__subclasses__() for each in _tree(child))]
+
+
+def error_from_code(code: str, message: str) -> TensorcastError:
+    """The exception that travelled as (code, message); an unknown code of a newer peer is a plain TensorcastError."""
+    for kind in _tree(TensorcastError):
+        if kind.code == code:
+            return kind(message)
+    return TensorcastError(f"{code}: {message}")

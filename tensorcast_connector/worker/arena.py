@@ -1,0 +1,91 @@
+"""The worker's shared memory: a sealed memfd that engines of this host map. The only module that makes shared memory.
+
+A memfd has no name, so nobody can open it who was not handed it, the kernel frees it with its last user, and no
+container's /dev/shm bounds it. The seal keeps a client from shrinking it under others.
+"""
+
+import fcntl
+import logging
+import mmap
+import os
+import threading
+from pathlib import Path
+
+from tensorcast_connector.config import SLAB_BYTES
+from tensorcast_connector.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+# Left for the worker itself and its neighbours when the arena is checked against the machine's memory.
+HEADROOM_BYTES = 128 << 20
+
+
+def available_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """What this process may still allocate: the machine's MemAvailable, or less where a cgroup limits it."""
+    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines() if ":" in line)
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        membership = (proc / "self" / "cgroup").read_text().strip().rpartition("::")[2]
+        folder = cgroup / membership.lstrip("/")
+        while True:
+            limit = (folder / "memory.max").read_text().strip() if (folder / "memory.max").exists() else "max"
+            if limit != "max":
+                used = int((folder / "memory.current").read_text())
+                available = min(available, max(0, int(limit) - used))
+            if folder == cgroup or cgroup not in folder.parents:
+                break
+            folder = folder.parent
+    except (OSError, ValueError):
+        logger.debug("no readable cgroup v2 memory limit")
+    return available
+
+
+class Arena:
+    """`arena_bytes` of shared memory, allocated slab by slab in the background so that first writes are not slow.
+
+    Raises:
+        ConfigError: larger than the memory that is available.
+    """
+
+    def __init__(self, arena_bytes: int, available_bytes: int) -> None:
+        if arena_bytes + HEADROOM_BYTES > available_bytes:
+            raise ConfigError(
+                f"arena={arena_bytes / (1 << 30):.2f} GiB is larger than the memory that is available "
+                f"({available_bytes / (1 << 30):.2f} GiB less {HEADROOM_BYTES >> 20} MiB for the process); choose a smaller one"
+            )
+        self.bytes = arena_bytes
+        self.descriptor = os.memfd_create("tensorcast-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(self.descriptor, 0o600)
+        os.ftruncate(self.descriptor, arena_bytes)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
+        self._map = mmap.mmap(self.descriptor, arena_bytes)
+        self.view = memoryview(self._map)
+        self._stop = threading.Event()
+        self._touching = threading.Thread(target=self._touch_ahead, name="arena-touch", daemon=True)
+        self._touching.start()
+
+    def __repr__(self) -> str:
+        return f"<Arena {self.bytes >> 20} MiB>"
+
+    def _touch_ahead(self) -> None:
+        for offset in range(0, self.bytes, SLAB_BYTES):
+            if self._stop.is_set():
+                return
+            try:
+                os.posix_fallocate(self.descriptor, offset, min(SLAB_BYTES, self.bytes - offset))
+            except OSError as error:
+                logger.warning(
+                    "arena: only %d of %d MiB could be allocated ahead: %s",
+                    offset >> 20,
+                    self.bytes >> 20,
+                    error.strerror,
+                )
+                return
+
+    def close(self) -> None:
+        """Lets go of the memory; engines that still map it keep it until they let go."""
+        self._stop.set()
+        self._touching.join()
+        self.view.release()
+        self._map.close()
+        os.close(self.descriptor)

@@ -1,0 +1,91 @@
+"""The worker process put together: arena, pages, peers, membership, and its two listeners."""
+
+import logging
+import random
+import secrets
+from dataclasses import dataclass
+
+from tensorcast_connector.config import WorkerConfig, parse_address
+from tensorcast_connector.core.segments import Segments
+from tensorcast_connector.errors import ConfigError
+from tensorcast_connector.net.rpc import RpcClient
+from tensorcast_connector.net.transport import Listener, Network, Stream
+from tensorcast_connector.store.client import Membership
+from tensorcast_connector.types import Address, WorkerId
+from tensorcast_connector.wire.messages import WorkerRecord
+from tensorcast_connector.worker.arena import Arena, available_memory_bytes
+from tensorcast_connector.worker.pages import Pages
+from tensorcast_connector.worker.peers import Peers
+from tensorcast_connector.worker.service import EngineService, PeerService
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Worker:
+    """A running worker. `close` leaves the cluster and frees everything."""
+
+    worker_id: WorkerId
+    socket: Address
+    address: Address
+    pages: Pages
+    peers: Peers
+    membership: Membership
+    _arena: Arena
+    _listeners: list[Listener]
+
+    async def close(self) -> None:
+        """Stops serving, leaves the cluster, frees the arena."""
+        await self.membership.close()
+        for listener in self._listeners:
+            await listener.close()
+        await self.peers.close()
+        self._arena.close()
+
+
+async def start_worker(config: WorkerConfig, network: Network, chance: random.Random) -> Worker:
+    """Starts a worker; it serves its engines at once and joins the cluster when the store answers.
+
+    Raises:
+        ConfigError: an address cannot be used, or the arena does not fit.
+    """
+    if not config.name or "/" in config.name:
+        raise ConfigError(f"name={config.name!r}: a worker needs a name without slashes")
+    store = parse_address(config.store, "store")
+    listen = parse_address(config.listen, "listen")
+    socket = parse_address(f"unix:{config.socket}", "socket")
+    if listen.host in ("0.0.0.0", "::") and not config.advertise:
+        raise ConfigError(
+            f"listen={config.listen!r} is every interface; say with advertise=HOST:PORT what other workers dial"
+        )
+    arena = Arena(config.arena_bytes, available_memory_bytes())
+    pages = Pages(arena, Segments(config.arena_bytes))
+    worker_id = WorkerId(f"{config.name}/{secrets.token_hex(4)}")
+    services: dict[str, PeerService | EngineService] = {}
+    listeners: list[Listener] = []
+
+    async def on_peer(stream: Stream) -> None:
+        await services["peer"].on_stream(stream)
+
+    async def on_engine(stream: Stream) -> None:
+        await services["engine"].on_stream(stream)
+
+    try:
+        listeners.append(await network.listen(listen, on_peer))
+        address = parse_address(config.advertise, "advertise") if config.advertise else listeners[0].address
+        record = WorkerRecord(worker_id, config.name, str(address), config.arena_bytes)
+        peers = Peers(record, pages, network, chance)
+        pages.elsewhere = peers
+        membership = Membership(RpcClient(network, store, "worker", worker_id, chance), record, peers.members_changed)
+        services["peer"] = PeerService(worker_id, pages, peers)
+        services["engine"] = EngineService(worker_id, arena, pages, peers, membership)
+        listeners.append(await network.listen(socket, on_engine))
+    except BaseException:
+        for listener in listeners:
+            await listener.close()
+        arena.close()
+        raise
+    peers.start()
+    await membership.start()
+    logger.info("worker %s serves engines at %s and workers at %s", worker_id, socket, address)
+    return Worker(worker_id, socket, address, pages, peers, membership, arena, listeners)

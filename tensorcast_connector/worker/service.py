@@ -1,0 +1,191 @@
+"""What a worker answers: engines on its Unix socket, other workers on its TCP port."""
+
+import itertools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from tensorcast_connector.errors import ProtocolError
+from tensorcast_connector.net.bulk import BULK_ROLE, serve_bulk
+from tensorcast_connector.net.rpc import Connection, accept, serve_stream
+from tensorcast_connector.net.transport import Stream
+from tensorcast_connector.store.client import Membership
+from tensorcast_connector.types import InstanceId, WorkerId
+from tensorcast_connector.wire.messages import (
+    Abort,
+    Acquire,
+    Acquired,
+    Announce,
+    ArenaInfo,
+    AttachInstance,
+    Commit,
+    EngineRequest,
+    GetStatistics,
+    Hello,
+    InstanceRecord,
+    Locate,
+    Located,
+    Lookup,
+    LookupResult,
+    MapArena,
+    Message,
+    Ok,
+    PeerRequest,
+    Release,
+    Reserve,
+    Reserved,
+    Statistics,
+)
+from tensorcast_connector.worker.arena import Arena
+from tensorcast_connector.worker.pages import Pages
+from tensorcast_connector.worker.peers import Peers
+
+logger = logging.getLogger(__name__)
+_session_ids = itertools.count(1)
+
+
+class _EngineSession:
+    """One connection of an engine: a Session. Its holds, reservations and listing end with it."""
+
+    def __init__(self, service: "EngineService", stream: Stream) -> None:
+        self._service = service
+        self._stream = stream
+        self._id = next(_session_ids)
+        self._instance: InstanceId | None = None
+
+    def handle(self, message: Any) -> Message | Awaitable[Message]:
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise ProtocolError(f"a worker does not take {type(message).__name__} here")
+        return handler(self, message)
+
+    def close(self) -> None:
+        self._service.pages.end_session(self._id)
+        if self._instance is not None:
+            self._service.membership.remove_instance(self._instance)
+
+    async def _map_arena(self, _: MapArena) -> Message:
+        arena = self._service.arena
+        await self._stream.send_descriptor(arena.descriptor)
+        return ArenaInfo(arena.bytes, self._service.server_id)
+
+    def _attach(self, message: AttachInstance) -> Message:
+        self._instance = InstanceId(message.instance_id)
+        self._service.membership.add_instance(
+            InstanceRecord(
+                message.instance_id, self._service.server_id, message.engine, message.model, message.namespace
+            )
+        )
+        return Ok()
+
+    async def _lookup(self, message: Lookup) -> Message:
+        blocks, local = await self._service.pages.lookup(
+            self._id, message.lookup_id, message.keyspaces, message.block_hashes
+        )
+        return LookupResult(blocks, local)
+
+    async def _acquire(self, message: Acquire) -> Message:
+        return Acquired(
+            await self._service.pages.acquire(self._id, message.hold_id, message.keyspace, message.block_hashes)
+        )
+
+    def _release(self, message: Release) -> Message:
+        for hold_id in message.hold_ids:
+            self._service.pages.release(self._id, hold_id)
+        return Ok()
+
+    def _reserve(self, message: Reserve) -> Message:
+        return Reserved(
+            self._service.pages.reserve(self._id, message.keyspace, message.block_hashes, message.page_bytes)
+        )
+
+    def _commit(self, message: Commit) -> Message:
+        self._service.pages.commit(self._id, message.keyspace, message.block_hashes, message.digests)
+        return Ok()
+
+    def _abort(self, message: Abort) -> Message:
+        self._service.pages.abort(self._id, message.keyspace, message.block_hashes)
+        return Ok()
+
+    def _statistics(self, _: GetStatistics) -> Message:
+        return Statistics(self._service.statistics())
+
+    _handlers: dict[type, Callable[..., Message | Awaitable[Message]]] = {  # noqa: RUF012 - a constant table
+        MapArena: _map_arena,
+        AttachInstance: _attach,
+        Lookup: _lookup,
+        Acquire: _acquire,
+        Release: _release,
+        Reserve: _reserve,
+        Commit: _commit,
+        Abort: _abort,
+        GetStatistics: _statistics,
+    }
+
+
+class EngineService:
+    """A `Service` for the engines of this host."""
+
+    server = "worker"
+    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(EngineRequest)
+
+    def __init__(self, server_id: str, arena: Arena, pages: Pages, peers: Peers, membership: Membership) -> None:
+        self.server_id = server_id
+        self.arena = arena
+        self.pages = pages
+        self.membership = membership
+        self._peers = peers
+
+    def open_session(self, stream: Stream, hello: Hello) -> _EngineSession:
+        """A new connection."""
+        logger.debug("%s %s connected", hello.role, hello.name)
+        return _EngineSession(self, stream)
+
+    def statistics(self) -> dict[str, int | str]:
+        """Counts for people and metrics."""
+        return {**self.pages.statistics(), **self._peers.statistics()}
+
+    async def on_stream(self, stream: Stream) -> None:
+        """An OnStream."""
+        await serve_stream(stream, self)
+
+
+class PeerService:
+    """A `Service` (and its only Session) for other workers; bulk connections come to the same port."""
+
+    server = "worker"
+    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(PeerRequest)
+
+    def __init__(self, server_id: str, pages: Pages, peers: Peers) -> None:
+        self.server_id = server_id
+        self._pages = pages
+        self._peers = peers
+
+    def open_session(self, stream: Stream, hello: Hello) -> "PeerService":
+        """Connections of peers hold nothing."""
+        logger.debug("%s %s connected from %s", hello.role, hello.name, stream.peer)
+        return self
+
+    def close(self) -> None:
+        """Nothing is held per connection."""
+
+    def handle(self, message: Any) -> Message:
+        """See Session."""
+        if isinstance(message, Locate):
+            return Located([list(each) for each in self._peers.catalog.locate(message.keys)])
+        if isinstance(message, Announce):
+            self._peers.catalog.announce(WorkerId(message.worker_id), message.reset, message.added, message.removed)
+            return Ok()
+        if isinstance(message, GetStatistics):
+            return Statistics({**self._pages.statistics(), **self._peers.statistics()})
+        raise ProtocolError(f"a worker does not take {type(message).__name__} here")
+
+    async def on_stream(self, stream: Stream) -> None:
+        """An OnStream."""
+        hello = await accept(stream, self.server, self.server_id)
+        if hello.role == BULK_ROLE:
+            await serve_bulk(stream, self._pages)
+        else:
+            await Connection(stream, self, self.open_session(stream, hello)).serve()
