@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import contextlib
 import json
 import logging
 import random
@@ -230,10 +229,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. A user's mistake is one line on stderr and exit status 2; an unreachable process is status 1."""
     args = _parser().parse_args(argv)
     _set_up_logging(getattr(args, "log_format", "text"))
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        uvloop.install()
     try:
         args.run(args)
     except ConfigError as error:

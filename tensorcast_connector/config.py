@@ -83,7 +83,7 @@ def parse_address(text: str, name: str) -> Address:
             )
         if len(os.fsencode(path)) > UNIX_PATH_BYTES_MAX:
             raise ConfigError(
-                f"{name}={text!r}: the path is longer than {UNIX_PATH_BYTES_MAX} bytes, which the kernel refuses; use a shorter one"
+                f"{name}={text!r}: a socket path has at most {UNIX_PATH_BYTES_MAX} bytes; use a shorter one"
             )
         return Address("unix", path=path)
     host, colon, port = text.removeprefix("tcp:").rpartition(":")

@@ -52,7 +52,8 @@ class Segments:
         self.evictions = 0
 
     def __repr__(self) -> str:
-        return f"<Segments {len(self._pages)} pages, {len(self._free_slabs)} of {len(self._slabs)} slabs free, {len(self._holds)} holders>"
+        free = f"{len(self._free_slabs)} of {len(self._slabs)} slabs free"
+        return f"<Segments {len(self._pages)} pages, {free}, {len(self._holds)} holders>"
 
     # --- reading ---
 

@@ -76,6 +76,7 @@ class Membership:
     async def _run(self) -> None:
         while True:
             try:
+                await self._client.wait_connected(STORE_TIMEOUT_S)
                 await self._beat()
                 if self._store_lost:
                     self._store_lost = False

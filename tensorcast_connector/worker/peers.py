@@ -79,6 +79,7 @@ class Peers:
             logger.info("pages are located by %s now", home)
             self._home = home
             self._reset = True
+            self.catalog.keep_only([])  # whoever is the home now is told everything anew
             self._wake.set()
 
     def _connect(self, worker_id: WorkerId, record: WorkerRecord) -> None:
