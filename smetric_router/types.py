@@ -51,7 +51,7 @@ class InstanceView:
 
     id: str
     ordinal: int
-    """Its fixed place among all instances; ties are broken in this order."""
+    """Its fixed place among all instances."""
     load: int
     """Requests in flight."""
 
@@ -63,8 +63,8 @@ class ClusterView:
     instances: tuple[InstanceView, ...]
     hits: Mapping[str, int]
     """Hit length per instance in its local tier; an instance without a hit is left out."""
-    cursor: int = -1
-    """The ordinal chosen by the last argmin; the next tie goes to the candidate after it."""
+    placed: Mapping[str, float] = field(default_factory=dict)
+    """How often each instance was given a new placement: the counter by which ties go round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class Decision:
     """One word from a small set: it is a metric label and a response header."""
     scores: Mapping[str, float]
     """The figures that were compared, per instance."""
-    cursor: int
-    """The cursor of the next view."""
+    placement: bool
+    """Whether this was a new placement, which counts for the next tie, or followed the cache."""
     hit: int = 0
     """Bytes expected to be found in the chosen instance's local tier."""
 

@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from smetric_router.policies.base import next_after
+from smetric_router.policies.base import next_in_turn
 from smetric_router.types import ClusterView, Decision, RequestInfo
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRobin:
-    """The next instance after the last one chosen, whatever its load.
+    """argmin of the placements so far, ties in the instances' order: each in its turn, whatever its load.
 
-    Inputs: the cursor alone.
+    Inputs: the counter of placements alone.
 
         policy = "round-robin"
     """
@@ -21,5 +21,5 @@ class RoundRobin:
     def decide(self, request: RequestInfo, view: ClusterView) -> Decision:
         """Choose the next instance in order."""
         del request
-        chosen = next_after(view.cursor, list(view.instances))
-        return Decision(chosen.id, "round-robin", {}, chosen.ordinal, view.hits.get(chosen.id, 0))
+        chosen = next_in_turn(view, view.instances)
+        return Decision(chosen.id, "round-robin", {}, True, view.hits.get(chosen.id, 0))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from smetric_router.policies.base import least_loaded, next_after
+from smetric_router.policies.base import least_loaded, next_in_turn
 from smetric_router.types import ClusterView, Decision, RequestInfo
 
 
@@ -17,9 +17,13 @@ class SMetric:
              and c_s > hit_ratio * est_hit
         otherwise the round-robin argmin of l
 
-    Inputs: turn and est_hit of the request; per instance the hit length c and the requests in flight l. Ties of c and
-    of l go round. `overload_min` keeps the ratio from firing when few requests run: with loads of 1, 0, 0, 0 a ratio
-    alone would break up every session; 0 gives the published rule.
+    Inputs: turn and est_hit of the request; per instance the hit length c and the requests in flight l. Of several
+    longest hits the least loaded one is s; what is still tied goes round.
+
+    Two parameters keep small numbers from being taken for load; with 0 each gives the published rule. `overload_min`:
+    with loads of 1, 0, 0, 0 the ratio alone would break up every session. `tie_spread`: requests in flight only hint
+    at how many sessions an instance has, so loads within that many times sqrt(least l) of the least are a tie. It is
+    what keeps the sessions even.
 
     Reasons: `sticky`, or why not: `first-turn`, `no-hit` (no instance holds any of it), `evicted` (too little of the
     history is left), `overloaded`.
@@ -29,6 +33,7 @@ class SMetric:
         overload = 2.0
         hit_ratio = 0.5
         overload_min = 4
+        tie_spread = 1.0
     """
 
     name: ClassVar[str] = "smetric"
@@ -36,19 +41,24 @@ class SMetric:
     overload: float = 2.0
     hit_ratio: float = 0.5
     overload_min: float = 4.0
+    tie_spread: float = 1.0
 
     def decide(self, request: RequestInfo, view: ClusterView) -> Decision:
         """Stick to the instance with the longest hit, or balance."""
         if not request.turn:
-            return least_loaded(view, "first-turn")
+            return self._balance(view, "first-turn")
         if not view.hits:
-            return least_loaded(view, "no-hit")
+            return self._balance(view, "no-hit")
         longest = max(view.hits.values())
-        holders = [instance for instance in view.instances if view.hits.get(instance.id) == longest]
-        stick = next_after(view.cursor, holders)
         if longest <= self.hit_ratio * request.est_hit:
-            return least_loaded(view, "evicted")
+            return self._balance(view, "evicted")
+        holders = [instance for instance in view.instances if view.hits.get(instance.id) == longest]
+        lightest = min(instance.load for instance in holders)
+        stick = next_in_turn(view, (instance for instance in holders if instance.load == lightest))
         mean = sum(instance.load for instance in view.instances) / len(view.instances)
         if stick.load > self.overload * mean and stick.load - mean >= self.overload_min:
-            return least_loaded(view, "overloaded")
-        return Decision(stick.id, "sticky", {stick.id: longest}, view.cursor, longest)
+            return self._balance(view, "overloaded")
+        return Decision(stick.id, "sticky", {stick.id: longest}, False, longest)
+
+    def _balance(self, view: ClusterView, reason: str) -> Decision:
+        return least_loaded(view, reason, self.tie_spread)

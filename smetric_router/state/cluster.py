@@ -31,6 +31,9 @@ from smetric_router.types import (
 BLOCK_TOKENS_MAX = 128
 PREDICTION_DRIFT = 0.25
 
+# Ties go by placements of this many per instance; older ones count half, a quarter, and so on.
+PLACEMENTS_REMEMBERED = 64
+
 
 class Health(StrEnum):
     """What is known of an instance. Only `UP` gets requests."""
@@ -92,7 +95,8 @@ class ClusterState:
         self._index = PrefixIndex(names, max(1, index_chunks_max // len(names)))
         self._chunk_bytes = chunk_bytes
         self._flights: dict[int, tuple[Ticket, Use]] = {}
-        self._cursors: dict[str, int] = {}
+        self._listed: frozenset[str] = frozenset()
+        self._placed: dict[str, dict[str, float]] = {}
         self._evictions = 0
 
     def __repr__(self) -> str:
@@ -111,9 +115,9 @@ class ClusterState:
             case InstanceDown():
                 self._set_health(self._instances[event.instance], Health.DOWN, event.cause, now)
             case ModelsSeen():
-                self._instances[event.instance].models = dict(event.models)
+                self._models_seen(self._instances[event.instance], event.models)
             case DrainingChanged():
-                self._instances[event.instance].draining = event.draining
+                self._set_draining(self._instances[event.instance], event.draining)
             case CacheCleared():
                 self._index.forget(event.instance)
             case _:
@@ -137,7 +141,7 @@ class ClusterState:
         if len(usable) < len(self._instances) and hits:
             among = {view.id for view in usable}
             hits = {name: hit for name, hit in hits.items() if name in among}
-        return ClusterView(tuple(usable), hits, self._cursors.get(self._cursor_key(request.model), -1))
+        return ClusterView(tuple(usable), hits, dict(self._placements(request.model)))
 
     def has_candidate(self, model: str, exclude: Collection[str]) -> bool:
         """Whether an instance outside `exclude` could take a request for the model."""
@@ -192,7 +196,8 @@ class ClusterState:
         decision = ticket.decision
         instance = self._instances[decision.instance]
         self._flights[ticket.number] = (ticket, self._index.record(instance.id, ticket.request.chain))
-        self._cursors[self._cursor_key(ticket.request.model)] = decision.cursor
+        if decision.placement:
+            self._count_placement(ticket.request.model, instance.id)
         instance.numbers.add(ticket.number)
         self._refresh(instance)
 
@@ -222,7 +227,19 @@ class ClusterState:
             self._index.forget(instance.id)
         if instance.health is not health:
             instance.since = now
+            if health is Health.UP:
+                self._rejoin(instance)
         instance.health, instance.cause = health, cause
+
+    def _set_draining(self, instance: _Instance, draining: bool) -> None:
+        if instance.draining and not draining:
+            self._rejoin(instance)
+        instance.draining = draining
+
+    def _rejoin(self, instance: _Instance) -> None:
+        """A place in the round like the others', so that it need not make up for the time it was away."""
+        for placed in self._placed.values():
+            placed[instance.id] = max(placed.values())
 
     def _serving(self, model: str) -> list[_Instance]:
         """The instances that serve the model, or may. Any will do for a request that names none."""
@@ -230,9 +247,22 @@ class ClusterState:
             return list(self._instances.values())
         return [each for each in self._instances.values() if each.models is None or model in each.models]
 
-    def _cursor_key(self, model: str) -> str:
-        """Models take turns apart from each other; names that no instance has listed share one place."""
-        return model if any(model in (each.models or ()) for each in self._instances.values()) else ""
+    def _models_seen(self, instance: _Instance, models: Mapping[str, bytes]) -> None:
+        instance.models = dict(models)
+        self._listed = frozenset(name for each in self._instances.values() for name in each.models or ())
+        for name in self._placed.keys() - self._listed - {""}:
+            del self._placed[name]
+
+    def _placements(self, model: str) -> dict[str, float]:
+        """The model's counter of placements. Names that no instance has listed share one, so their number is bounded."""
+        return self._placed.setdefault(model if model in self._listed else "", dict.fromkeys(self._instances, 0.0))
+
+    def _count_placement(self, model: str, instance: str) -> None:
+        placed = self._placements(model)
+        placed[instance] += 1
+        if sum(placed.values()) >= PLACEMENTS_REMEMBERED * len(placed):
+            for name in placed:
+                placed[name] /= 2
 
     def _refresh(self, instance: _Instance) -> None:
         instance.view = InstanceView(instance.id, instance.ordinal, len(instance.numbers))

@@ -120,7 +120,8 @@ class TensorcastConnector(KVConnectorBase_V1, SupportsHMA):
     def _take_epoch(self) -> None:
         """On the scheduler's thread, where the engine has settled all that the identity of a page is made of."""
         with self._epoch_lock:
-            epoch, self._new_epoch = self._new_epoch, None
+            epoch = self._new_epoch
+            self._new_epoch = None
         if epoch is None or self._scheduler is None or self._attachment is None:
             return
         try:
