@@ -79,9 +79,7 @@ class TensorcastConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._rank: WorkerSide | None = None
         self._attachment: Attachment | None = None
-        self._keyspaces: tuple[str, list[bytes]] | None = (
-            None  # computed elsewhere, taken over by the scheduler's thread
-        )
+        self._new_epoch: str | None = None  # found by a thread, taken over by the scheduler's
         self._epoch_lock = threading.Lock()
         self._was_reset = False
         reason = why_not_shared(vllm_config, kv_cache_config)
