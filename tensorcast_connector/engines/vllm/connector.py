@@ -7,11 +7,12 @@ vLLM makes one in the scheduler and one in every rank. Which hook runs where, an
 distributed/kv_transfer/kv_connector/v1/base.py.
 """
 
+import functools
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -25,7 +26,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from tensorcast_connector.client.attachment import Attachment
 from tensorcast_connector.config import ConnectorConfig, parse_address
 from tensorcast_connector.engines.device import copier_for
-from tensorcast_connector.engines.vllm.jobs import SavesDone, StepJobs
+from tensorcast_connector.engines.vllm.jobs import StepJobs
+from tensorcast_connector.engines.vllm.metadata import SavesDone, StepMetadata
 from tensorcast_connector.engines.vllm.namespace import epoch_of_weights, keyspaces, private_epoch, why_not_shared
 from tensorcast_connector.engines.vllm.plugin import check_transfer_config
 from tensorcast_connector.engines.vllm.scheduler_side import SchedulerSide
@@ -35,6 +37,9 @@ from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.wire.messages import AttachInstance
 
 logger = logging.getLogger(__name__)
+
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def _log_with_vllm() -> None:
@@ -47,6 +52,25 @@ def _log_with_vllm() -> None:
 
 
 _log_with_vllm()
+
+
+def _harmless(default: Any) -> Callable[[Hook], Hook]:
+    """A scheduler hook that must not take the engine down: a fault of ours is logged, and we stay out from then on."""
+
+    def wrap(hook: Hook) -> Hook:
+        @functools.wraps(hook)
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception:
+                logger.exception("tensorcast: %s failed; serving without the pool from now on", hook.__name__)
+                if self._scheduler is not None:
+                    self._scheduler.stop()
+                return default() if callable(default) else default
+
+        return cast(Hook, guarded)
+
+    return wrap
 
 
 class _BlockPoolPins:
@@ -148,12 +172,14 @@ class TensorcastConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.bind_pins(_BlockPoolPins(gpu_block_pool))
 
+    @_harmless(None)
     def on_new_request(self, request: Any) -> None:
         """vLLM: a request has arrived."""
         self._take_epoch()
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
 
+    @_harmless((0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """vLLM: how many tokens beyond those computed can be loaded."""
         return self._scheduler.matched_tokens(request, num_computed_tokens) if self._scheduler else (0, False)
@@ -172,15 +198,16 @@ class TensorcastConnector(KVConnectorBase_V1, SupportsHMA):
         sources = {CacheHitSource.HOST: here, CacheHitSource.P2P: elsewhere}
         return {source: tokens for source, tokens in sources.items() if tokens}
 
+    @_harmless(StepMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """vLLM: the step is planned."""
         if self._scheduler is None:
-            return StepJobs()
+            return StepMetadata()
         state = scheduler_output.kv_connector_block_state
-        return self._scheduler.step(
-            scheduler_output.num_scheduled_tokens, lambda request_id: (state.get_block_ids(request_id) or ([],))[0]
-        )
+        tokens = scheduler_output.num_scheduled_tokens
+        return StepMetadata(self._scheduler.step(tokens, lambda each: (state.get_block_ids(each) or ([],))[0]))
 
+    @_harmless(None)
     def update_connector_output(self, connector_output: Any) -> None:
         """vLLM: what the ranks report."""
         if self._scheduler is None:
@@ -190,6 +217,7 @@ class TensorcastConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.saves_done(done.counts)
         self._scheduler.loads_finished(connector_output.finished_recving or ())
 
+    @_harmless((False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
         """vLLM: a request has ended; its blocks need not wait, those being saved are pinned on their own."""
         if self._scheduler is not None:
@@ -248,9 +276,9 @@ class TensorcastConnector(KVConnectorBase_V1, SupportsHMA):
             self._rank.start_saves(self._jobs().saves)
 
     def _jobs(self) -> StepJobs:
-        jobs = self._get_connector_metadata()
-        assert isinstance(jobs, StepJobs)
-        return jobs
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata.jobs
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
         """vLLM: which loads have ended."""

@@ -1,12 +1,9 @@
-"""What the scheduler side and the ranks of one engine tell each other each step."""
+"""What the scheduler side and the ranks of one engine have to do for each other, as plain values."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LoadJob:
     """Pages to copy into blocks, in order. `keyspaces` has one entry per rank."""
 
@@ -16,7 +13,7 @@ class LoadJob:
     block_hashes: list[bytes]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SaveJob:
     """Blocks to copy into pages once this step's forward pass is done; pinned in the engine until every rank reports."""
 
@@ -26,21 +23,9 @@ class SaveJob:
     block_hashes: list[bytes]
 
 
-@dataclass
-class StepJobs(KVConnectorMetadata):
-    """Scheduler side -> every rank."""
+@dataclass(slots=True)
+class StepJobs:
+    """All of one engine step."""
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
-
-
-@dataclass
-class SavesDone(KVConnectorWorkerMetadata):
-    """Ranks -> scheduler side: how many ranks are done with each save job (with or without success)."""
-
-    counts: Counter[int] = field(default_factory=Counter)
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Sums over ranks."""
-        assert isinstance(other, SavesDone)
-        return SavesDone(self.counts + other.counts)

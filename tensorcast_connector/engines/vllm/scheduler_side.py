@@ -246,6 +246,8 @@ class SchedulerSide:
     def saves_done(self, counts: dict[int, int]) -> None:
         """Ranks are done with save jobs; unpins what all have copied."""
         for job_id, ranks in counts.items():
+            if job_id not in self._saving:
+                continue  # of before a fault; its blocks were unpinned then
             blocks, missing = self._saving[job_id]
             if missing > ranks:
                 self._saving[job_id] = (blocks, missing - ranks)
@@ -268,6 +270,11 @@ class SchedulerSide:
                 tracked.lookup.cancel()
             self._worker.release([tracked.hold_id])
         self._new_loads = [job for job in self._new_loads if job.request_id != request_id]
+
+    def stop(self) -> None:
+        """Something is wrong with us: nothing is looked up, loaded or saved any more. What is under way still ends."""
+        self._keyspaces = None
+        self._epoch += 1
 
     def check(self) -> None:
         """Raises AssertionError unless nothing is pinned that no rank will report on."""

@@ -1,0 +1,173 @@
+"""A rank without an engine: every job ends, whatever happens to the worker."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import xxhash
+
+from tensorcast_connector.client.attachment import Mapping
+from tensorcast_connector.engines.vllm.jobs import LoadJob, SaveJob
+from tensorcast_connector.engines.vllm.worker_side import LOAD_PAGES_PER_PART, WorkerSide
+from tensorcast_connector.errors import Unavailable
+
+PAGE = 64
+
+
+class FakeCopier:
+    """A KV cache of bytes: block n holds PAGE times n."""
+
+    page_bytes = PAGE
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, bytes] = {}
+
+    def save(self, block_id: int, page: memoryview) -> None:
+        if block_id == 666:
+            raise RuntimeError("broken block")
+        page[:] = bytes([block_id % 256]) * PAGE
+
+    def load(self, block_id: int, page: memoryview) -> None:
+        self.blocks[block_id] = bytes(page)
+
+
+class FakeWorker:
+    """An arena in a dict."""
+
+    def __init__(self) -> None:
+        self.mapping = Mapping("w/1", memoryview(bytearray(1)))
+        self.pages: dict[bytes, bytearray] = {}
+        self.committed: dict[bytes, int] = {}
+        self.aborted: list[bytes] = []
+        self.released: list[str] = []
+        self.fail: Callable[[], None] = lambda: None
+
+    def acquire(self, hold_id: str, keyspace: bytes, hashes: Sequence[bytes], mapping: Mapping) -> list[memoryview]:
+        self.fail()
+        found: list[memoryview] = []
+        for each in hashes:
+            if keyspace + each not in self.committed:
+                break
+            found.append(memoryview(self.pages[keyspace + each]))
+        return found
+
+    def release(self, hold_ids: Sequence[str]) -> None:
+        self.released += hold_ids
+
+    def reserve(
+        self, keyspace: bytes, hashes: Sequence[bytes], page_bytes: int, mapping: Mapping
+    ) -> list[memoryview | None]:
+        self.fail()
+        slots: list[memoryview | None] = []
+        for each in hashes:
+            exists = keyspace + each in self.pages
+            slots.append(None if exists else memoryview(self.pages.setdefault(keyspace + each, bytearray(page_bytes))))
+        return slots
+
+    def commit(self, keyspace: bytes, hashes: Sequence[bytes], digests: Sequence[int]) -> None:
+        self.committed.update(zip([keyspace + each for each in hashes], digests, strict=True))
+
+    def abort(self, keyspace: bytes, hashes: Sequence[bytes]) -> None:
+        self.aborted += hashes
+
+
+def hashes(count: int) -> list[bytes]:
+    return [i.to_bytes(32, "big") for i in range(count)]
+
+
+@pytest.fixture
+def worker() -> FakeWorker:
+    return FakeWorker()
+
+
+@pytest.fixture
+def side(worker: FakeWorker) -> "WorkerSide":
+    side = WorkerSide(worker, rank=1)
+    side.use(FakeCopier())
+    yield side
+    side.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        threading.Event().wait(0.001)
+    raise AssertionError("not within 2 s")
+
+
+def save(side: WorkerSide, job: SaveJob) -> None:
+    side.start_saves([job])
+    done: dict[int, int] = {}
+    until(lambda: bool(done.update(side.take_saved()) or done.get(job.job_id)))
+
+
+def load(side: WorkerSide, job: LoadJob) -> set[int]:
+    side.start_loads([job])
+    received: set[str] = set()
+    until(lambda: bool(received.update(side.take_received()) or job.request_id in received))
+    return side.take_failed_blocks()
+
+
+def test_what_is_saved_is_loaded_in_this_ranks_own_keyspace(side: WorkerSide, worker: FakeWorker) -> None:
+    count = 2 * LOAD_PAGES_PER_PART + 3
+    spaces = [b"0" * 16, b"1" * 16]
+    save(side, SaveJob(1, spaces, list(range(count)), hashes(count)))
+    assert set(worker.committed) == {b"1" * 16 + each for each in hashes(count)}
+    assert worker.committed[b"1" * 16 + hashes(count)[5]] == xxhash.xxh3_64_intdigest(bytes([5]) * PAGE)
+    assert load(side, LoadJob("r", spaces, list(range(100, 100 + count)), hashes(count))) == set()
+    copier = side._copier
+    assert isinstance(copier, FakeCopier)
+    assert {block: data[0] for block, data in copier.blocks.items()} == {100 + i: i for i in range(count)}
+    assert len(worker.released) == 3
+
+
+def test_pages_that_exist_are_not_written_again(side: WorkerSide, worker: FakeWorker) -> None:
+    save(side, SaveJob(1, [b"0" * 16] * 2, [1, 2], hashes(2)))
+    save(side, SaveJob(2, [b"0" * 16] * 2, [5, 6, 7], hashes(3)))
+    assert bytes(worker.pages[b"0" * 16 + hashes(3)[0]]) == bytes([1]) * PAGE
+    assert bytes(worker.pages[b"0" * 16 + hashes(3)[2]]) == bytes([7]) * PAGE
+
+
+def test_a_missing_page_fails_its_block_and_those_behind_it_in_its_part(side: WorkerSide, worker: FakeWorker) -> None:
+    save(side, SaveJob(1, [b"0" * 16] * 2, [0, 1, 2, 3], hashes(4)))
+    del worker.committed[b"0" * 16 + hashes(4)[2]]
+    assert load(side, LoadJob("r", [b"0" * 16] * 2, [10, 11, 12, 13], hashes(4))) == {12, 13}
+
+
+def test_a_page_of_the_wrong_size_is_not_loaded(side: WorkerSide, worker: FakeWorker) -> None:
+    save(side, SaveJob(1, [b"0" * 16] * 2, [0, 1], hashes(2)))
+    worker.pages[b"0" * 16 + hashes(2)[1]] = bytearray(PAGE // 2)
+    assert load(side, LoadJob("r", [b"0" * 16] * 2, [10, 11], hashes(2))) == {11}
+
+
+def test_a_dead_worker_fails_loads_and_ends_saves(side: WorkerSide, worker: FakeWorker) -> None:
+    def gone() -> None:
+        raise Unavailable("gone")
+
+    worker.fail = gone
+    assert load(side, LoadJob("r", [b"0" * 16] * 2, [1, 2], hashes(2))) == {1, 2}
+    save(side, SaveJob(1, [b"0" * 16] * 2, [1, 2], hashes(2)))
+    assert worker.committed == {}
+
+
+def test_a_fault_of_our_own_also_ends_the_job(
+    side: WorkerSide, worker: FakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bug() -> None:
+        raise ZeroDivisionError
+
+    worker.fail = bug
+    assert load(side, LoadJob("r", [b"0" * 16] * 2, [1, 2], hashes(2))) == {1, 2}
+    worker.fail = lambda: None
+    save(side, SaveJob(1, [b"0" * 16] * 2, [1, 666], hashes(2)))
+    assert worker.aborted == hashes(2), "a half-written page is never committed"
+    assert worker.committed == {}
+    assert "failed" in caplog.text
+
+
+def test_without_a_kv_cache_everything_fails_softly(worker: FakeWorker) -> None:
+    side = WorkerSide(worker, rank=0)
+    assert load(side, LoadJob("r", [b"0" * 16], [1], hashes(1))) == {1}
+    save(side, SaveJob(1, [b"0" * 16], [1], hashes(1)))
+    side.close()
