@@ -1,0 +1,73 @@
+"""The project's own programs, started as a user would start them: store, workers, router."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from demo.processes import Running, Supervisor, program, read_ready, ready_file
+
+START_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A program that serves, and the addresses it wrote into its ready file."""
+
+    running: Running
+    addresses: dict[str, str]
+
+    def __getitem__(self, name: str) -> str:
+        return self.addresses[name]
+
+
+def store(supervisor: Supervisor, name: str = "store") -> Started:
+    """Start a store with its data in the run's folder: `["store"]` is its address."""
+    data = supervisor.folder / name
+    return _start(supervisor, name, ["tensorcast", "store", "--listen", "127.0.0.1:0", "--data", str(data)])
+
+
+def worker(supervisor: Supervisor, store_address: str, name: str = "worker", arena: str = "1GiB") -> Started:
+    """Start a worker: `["worker"]` is what an engine attaches to, `["peer"]` what other workers ask.
+
+    The socket gets a folder of its own: a path of more than 107 bytes cannot be a Unix socket.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="tensorcast-"))
+    command = ["tensorcast", "worker", "--store", store_address, "--name", name, "--listen", "127.0.0.1:0"]
+    supervisor.cleanup(folder)
+    return _start(supervisor, name, [*command, "--socket", str(folder / "worker.sock"), "--arena", arena])
+
+
+def up(supervisor: Supervisor, name: str = "up", arena: str = "1GiB") -> Started:
+    """Start a store and a worker in one process."""
+    folder = Path(tempfile.mkdtemp(prefix="tensorcast-"))
+    supervisor.cleanup(folder)
+    return _start(supervisor, name, ["tensorcast", "up", "--dir", str(folder), "--arena", arena])
+
+
+def router(supervisor: Supervisor, engines: Sequence[str], policy: str, name: str = "router") -> Started:
+    """Start a router in front of these engines: `["url"]` is its address."""
+    command = ["smetric-router", "serve", "--host", "127.0.0.1", "--port", "0", "--policy", policy]
+    for url in engines:
+        command += ["--engine", url]
+    return _start(supervisor, name, command)
+
+
+def connector(worker_address: str) -> dict[str, Any]:
+    """The engine's `--kv-transfer-config` that attaches it to a worker."""
+    return {
+        "kv_connector": "TensorcastConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"worker": worker_address},
+    }
+
+
+def _start(supervisor: Supervisor, name: str, command: list[str]) -> Started:
+    ready = supervisor.folder / f"{name}.ready.json"
+    ready.unlink(missing_ok=True)
+    line = [program(command[0]), *command[1:], "--ready-file", str(ready)]
+    running = supervisor.start(name, line)
+    running.wait(ready_file(ready), START_TIMEOUT_S)
+    return Started(running, {key: str(value) for key, value in read_ready(ready).items()})

@@ -1,0 +1,78 @@
+"""For every test: what it started has ended and what it opened is closed when it is over."""
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ENDING_S = 10.0
+# The interpreter's own helper of multiprocessing, which lives as long as the interpreter.
+ALLOWED = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+def children() -> dict[int, str]:
+    """The live child processes of this one, by id, with their command lines."""
+    found: dict[int, str] = {}
+    for task in Path("/proc/self/task").iterdir():
+        for pid in _read(task / "children").split():
+            state = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[:1]
+            command = _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
+            if state and not any(name in command for name in ALLOWED):
+                found[int(pid)] = command or "a process that was never waited for"
+    return found
+
+
+def named_sockets() -> set[str]:
+    """Unix sockets with an address that this process holds open."""
+    mine = {os.path.basename(target) for target in _open_files() if target.startswith("socket:")}  # noqa: PTH119
+    found = set()
+    for line in _read(Path("/proc/net/unix")).splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 7 and f"socket:[{fields[6]}]" in mine:
+            found.add(fields[7])
+    return found
+
+
+def shared_memory() -> int:
+    """How many shared-memory files this process holds open."""
+    return sum(target.startswith(("/memfd:", "/dev/shm/")) for target in _open_files())
+
+
+def _open_files() -> list[str]:
+    targets = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            targets.append(str(entry.readlink()))
+        except OSError:  # The one of this listing itself.
+            continue
+    return targets
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # It ended meanwhile.
+        return ""
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """No child process, no Unix socket and no shared memory outlives its test. Wider fixtures are set up before this one."""
+    processes, sockets, memory = set(children()), named_sockets(), shared_memory()
+    yield
+
+    def left() -> list[str]:
+        found = [f"process {pid}: {command}" for pid, command in children().items() if pid not in processes]
+        found += [f"socket {path}" for path in named_sockets() - sockets]
+        if (more := shared_memory() - memory) > 0:
+            found.append(f"{more} shared-memory files")
+        return found
+
+    deadline = time.monotonic() + ENDING_S
+    while (found := left()) and time.monotonic() < deadline:
+        gc.collect()  # What only a cycle of garbage still holds is not a leak of the test's.
+        time.sleep(0.01)
+    assert not found, "left behind by the test: " + "; ".join(found)

@@ -1,0 +1,81 @@
+"""Usage figures out of answers that pass by."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smetric_router.state.usage import TAIL_BYTES, UsageScan
+from smetric_router.types import Usage
+
+FIGURES = {"prompt_tokens": 50, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 32}}
+
+
+def stream(*events: object, done: bool = True) -> bytes:
+    text = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+    return text + (b"data: [DONE]\n\n" if done else b"")
+
+
+def scanned(body: bytes, *, is_stream: bool, cuts: list[int] | None = None, limit: int = 1 << 20) -> UsageScan:
+    scan = UsageScan(stream=is_stream, limit=limit)
+    begin = 0
+    for cut in [*sorted(cuts or []), len(body)]:
+        scan.feed(body[begin:cut])
+        begin = max(begin, cut)
+    return scan
+
+
+CHUNKS = stream({"choices": [{"delta": {"content": 'says "usage" \n data: x'}}], "usage": None}, {"usage": FIGURES})
+
+
+@given(st.lists(st.integers(0, len(CHUNKS)), max_size=6))
+def test_stream_split_anywhere(cuts: list[int]) -> None:
+    scan = scanned(CHUNKS, is_stream=True, cuts=cuts)
+    assert scan.usage() == Usage(50, 32)
+    assert scan.is_done() and scan.at_event_end()
+
+
+def test_only_the_tail_of_a_stream_is_kept() -> None:
+    scan = UsageScan(stream=True, limit=0)
+    for _ in range(1000):
+        scan.feed(stream({"content": "x" * 500}, done=False))
+    scan.feed(stream({"usage": FIGURES}))
+    assert scan.usage() == Usage(50, 32)
+    assert sum(map(len, scan._parts)) < TAIL_BYTES + 1024
+
+
+def test_last_figures_win() -> None:
+    body = stream({"usage": {"prompt_tokens": 1}}, {"usage": FIGURES}, {"usage": None})
+    assert scanned(body, is_stream=True).usage() == Usage(50, 32)
+
+
+@pytest.mark.parametrize(
+    ("answer", "usage"),
+    [
+        ({"usage": FIGURES}, Usage(50, 32)),
+        ({"usage": {"prompt_tokens": 5, "prompt_tokens_details": None}}, Usage(5, None)),
+        ({"usage": {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 0}}}, Usage(5, 0)),
+        ({"usage": None}, Usage()),
+        ({"usage": "lots"}, Usage()),
+        ({}, Usage()),
+        ([], Usage()),
+    ],
+)
+def test_json_answers(answer: object, usage: Usage) -> None:
+    body = json.dumps(answer).encode()
+    assert scanned(body, is_stream=False, cuts=[3]).usage() == usage
+
+
+def test_a_large_answer_is_not_kept() -> None:
+    body = json.dumps({"text": "x" * 1000, "usage": FIGURES}).encode()
+    assert scanned(body, is_stream=False, cuts=[500], limit=600).usage() == Usage()
+    assert scanned(body + b"", is_stream=False, cuts=[500], limit=2000).usage() == Usage(50, 32)
+
+
+def test_ends_of_streams() -> None:
+    assert scanned(b"", is_stream=True).at_event_end()
+    assert not scanned(b'data: {"a"', is_stream=True).at_event_end()
+    assert scanned(b"data: {}\r\n\r\n", is_stream=True, cuts=[9, 10]).at_event_end()
+    assert not scanned(b"data: {}\n\n", is_stream=True).is_done()
+    assert scanned(b"data: [DONE]\n\n", is_stream=True, cuts=[7, 12]).is_done()
