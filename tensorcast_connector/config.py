@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from tensorcast_connector.errors import ConfigError
 from tensorcast_connector.types import Address
+from tensorcast_connector.wire.frames import FRAME_BODY_BYTES_MAX
 
-# --- wire and RPC -----------------------------------------------------------------------------------------------------
-FRAME_BODY_BYTES_MAX = 16 << 20
-FRAME_PAYLOAD_BYTES_MAX = 1 << 40
+# --- wire and RPC (what one frame may hold is part of the format: wire/frames.py) ---------------------------------------
+HELLO_BYTES_MAX = 64 << 10  # from a peer that has not said who it is
 REQUESTS_IN_FLIGHT_MAX = 1024  # per connection; one more is answered with Exhausted
 KEYS_PER_MESSAGE_MAX = 65_536  # 65,536 keys of 48 bytes are 3 MiB, well inside one frame
 HELLO_TIMEOUT_S = 5.0
@@ -25,10 +25,9 @@ RECONNECT_DELAY_MAX_S = 2.0
 UNIX_PATH_BYTES_MAX = 107  # sun_path is 108 bytes with its terminating zero
 
 # --- worker -----------------------------------------------------------------------------------------------------------
-SLAB_BYTES = 64 << 20
+SLAB_BYTES = 64 << 20  # also the largest page
 SLOT_ALIGN_BYTES = 4096
 ARENA_BYTES_MIN = 1 << 20
-PAGE_BYTES_MAX = 64 << 20
 FETCH_PAGES_PER_REQUEST = 16
 FETCH_CONNECTIONS_PER_PEER = 2
 FETCH_TIMEOUT_S = 10.0

@@ -11,6 +11,31 @@ import pytest
 ENDING_S = 10.0
 # The interpreter's own helper of multiprocessing, which lives as long as the interpreter.
 ALLOWED = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+# An engine starts in a minute or more, and the first test that wants it waits for that.
+ENGINE_TIMEOUT_S = 900
+UNMARKED_S_MAX = 0.25
+_slow: list[str] = []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give the engine tests their time."""
+    for item in items:
+        if item.get_closest_marker("engine") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(ENGINE_TIMEOUT_S))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note the tests that should have the marker `slow`."""
+    marked = "slow" in report.keywords or "engine" in report.keywords
+    if report.when == "call" and report.duration > UNMARKED_S_MAX and not marked:
+        _slow.append(f"{report.duration:.2f} s  {report.nodeid}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name them. It fails nothing: a busy machine makes any test slow."""
+    if _slow:
+        terminalreporter.section(f"longer than {UNMARKED_S_MAX} s and not marked slow")
+        terminalreporter.write_line("\n".join(sorted(_slow, reverse=True)))
 
 
 def children() -> dict[int, str]:

@@ -2,7 +2,7 @@
 
 A supervisor starts one guard and tells it on its standard input which sessions are alive: `+ID` when one starts, `-ID` when
 it has stopped. The end of that input means the supervisor is dead (a SIGKILL included); the guard then stops what is left.
-Run with `python -I guard.py GRACE_S`: it needs the standard library only, so that it is up in a few milliseconds.
+Run with `python -I -S guard.py GRACE_S`: it needs the standard library only, so that it is up in a few milliseconds.
 """
 
 import contextlib
@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 POLL_S = 0.02
+# How long the kernel may take to end a killed process, which can be long in the middle of a write.
+KILLED_S = 10.0
 
 
 def members(session: int) -> list[int]:
@@ -41,13 +43,18 @@ def stop(sessions: list[int], grace_s: float) -> list[int]:
     for session in sessions:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(session, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    left = [session for session in sessions if members(session)]
-    while left and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-        left = [session for session in left if members(session)]
+    left = _wait(sessions, grace_s)
     for session in left:
         send(session, signal.SIGKILL)
+    _wait(left, KILLED_S)
+    return left
+
+
+def _wait(sessions: list[int], timeout_s: float) -> list[int]:
+    """Wait until the sessions are empty; those that are not."""
+    deadline = time.monotonic() + timeout_s
+    while (left := [session for session in sessions if members(session)]) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
     return left
 
 

@@ -77,7 +77,7 @@ class Running:
             if reason := self.died():
                 raise DemoError(reason)
             if time.monotonic() > deadline:
-                raise DemoError(f"{self.name} not ready after {timeout_s:.0f} s; the end of {self.log}:\n{self.tail()}")
+                raise DemoError(f"{self.name} not ready after {timeout_s:g} s; the end of {self.log}:\n{self.tail()}")
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(POLL_S)
         return time.monotonic() - self.started
@@ -94,7 +94,7 @@ class Supervisor:
         self._ports: list[socket.socket] = []
         self._folders: list[Path] = []
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", guard.__file__, str(grace_s)],
+            [sys.executable, "-I", "-S", guard.__file__, str(grace_s)],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
@@ -159,7 +159,7 @@ class Supervisor:
                     self.running.remove(running)
         for running in programs:
             if running.process.pid in killed:
-                print(f"{running.name} did not stop within {self.grace_s:.0f} s and was killed", file=sys.stderr)
+                print(f"{running.name} did not stop within {self.grace_s:g} s and was killed", file=sys.stderr)
 
     def close(self) -> None:
         """Stop every program and the guard."""
@@ -169,10 +169,8 @@ class Supervisor:
                 reserved.close()
             for folder in self._folders:
                 shutil.rmtree(folder, ignore_errors=True)
-            assert self._guard.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                self._guard.stdin.close()
-            self._guard.wait()
+            self._guard.kill()  # It has nothing left to guard.
+            self._guard.communicate()
 
     def _tell(self, sign: str, session: int) -> None:
         assert self._guard.stdin is not None

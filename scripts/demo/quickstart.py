@@ -312,13 +312,13 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="scripts/quickstart", description=summary)
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer, shorter sessions")
-    parser.add_argument("--sessions", type=int, help="sessions played at the same time (8; quick: 4)")
-    parser.add_argument("--turns", type=int, help="requests of each session (5; quick: 3)")
+    parser.add_argument("--sessions", type=int, help="sessions played at the same time (6; quick: 4)")
+    parser.add_argument("--turns", type=int, help="requests of each session (6; quick: 3)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sessions (0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as JSON")
     parser.add_argument("--serve", action="store_true", help="leave everything running until Ctrl-C")
     given = parser.parse_args(arguments)
-    shape = Shape(sessions=4, turns=3, think_s=0.2) if given.quick else Shape()
+    shape = Shape(sessions=4, turns=3, think_s=0.3, begin_s=1.0) if given.quick else Shape()
     wanted = {name: value for name in ("sessions", "turns") if (value := getattr(given, name)) is not None}
     if any(value < 1 for value in wanted.values()):
         parser.error("--sessions and --turns must be at least 1")

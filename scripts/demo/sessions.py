@@ -16,7 +16,7 @@ from typing import Any
 from demo.model import corpus
 
 # Of the demo's tokenizer on this kind of text.
-CHARS_PER_TOKEN = 3.1
+CHARS_PER_TOKEN = 2.7
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -26,17 +26,20 @@ Tool = dict[str, Any]
 class Shape:
     """What the sessions look like; sizes in tokens of the demo's model, about."""
 
-    sessions: int = 8
-    turns: int = 5
-    system_tokens: int = 500
-    task_tokens: int = 250
-    result_tokens: int = 400
+    sessions: int = 6
+    turns: int = 6
+    system_tokens: int = 600
+    # A real task brings whole files; what a tool returns is short beside the history.
+    task_tokens: int = 1600
+    result_tokens: int = 150
     # Spread of the results' lengths and of the think times: the sigma of a log-normal.
     result_sigma: float = 0.6
     reply_tokens: int = 24
     # Median pause before a session's next turn. Real ones are some 20 s; a demonstration has less time.
-    think_s: float = 0.5
-    think_sigma: float = 0.8
+    think_s: float = 2.0
+    think_sigma: float = 0.6
+    # The sessions begin at any moment of this time.
+    begin_s: float = 8.0
     # The share of turns whose answer is a scripted tool call; the other turns go on with the model's own answer.
     tool_call_share: float = 0.6
 
@@ -116,14 +119,16 @@ def generate(shape: Shape, seed: int = 0) -> list[Session]:
 
 
 def _session(name: str, shape: Shape, tools: tuple[Tool, ...], system: Message, text: Text) -> Session:
-    task = f"{name}: find out why this fails and mend it.\n{text.around(shape.task_tokens, shape.result_sigma)}"
+    task = f"{name}: find out why this fails and mend it.\n{text.around(shape.task_tokens, shape.result_sigma / 2)}"
     turns = tuple(_turn(name, number, shape, text) for number in range(shape.turns))
     return Session(name, tools, (system, {"role": "user", "content": task}), turns, shape.reply_tokens)
 
 
 def _turn(name: str, number: int, shape: Shape, text: Text) -> Turn:
-    think_s = shape.think_s * math.exp(text.chance.gauss(0.0, shape.think_sigma)) if number else 0.0
-    think_s = min(think_s, 6 * shape.think_s)
+    if number == 0:
+        think_s = text.chance.uniform(0.0, shape.begin_s)
+    else:
+        think_s = min(shape.think_s * math.exp(text.chance.gauss(0.0, shape.think_sigma)), 4 * shape.think_s)
     if text.chance.random() >= shape.tool_call_share:
         content = f"Go on with step {number + 2}. I found this:\n{text.around(shape.result_tokens, shape.result_sigma)}"
         return Turn(think_s, None, ({"role": "user", "content": content},))

@@ -63,13 +63,16 @@ class HealthMonitor:
             except TimeoutError:
                 pass
             wake.clear()
-            try:
-                await self._check(instance)
-            except Exception:
-                # One odd answer must not end the checks of this instance.
-                log.exception("health check failed", extra={"fields": {"instance": instance}})
+            await self._check(instance)
 
     async def _check(self, instance: str) -> None:
+        try:
+            await self._check_health(instance)
+        except Exception:
+            # One odd answer must not end the checks, nor keep the router from starting.
+            log.exception("health check failed", extra={"fields": {"instance": instance}})
+
+    async def _check_health(self, instance: str) -> None:
         try:
             status, _ = await self._get(instance, "/health")
         except TimeoutError:

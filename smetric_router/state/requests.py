@@ -160,5 +160,5 @@ def _role(message: Raw) -> Raw:
 
 def _stated_turn(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        raise BadRequest(f"the turn must be a whole number from 0 on, not {text!r}", param="x-smetric-turn")
+        raise BadRequest(f"the turn must be a whole number from 0 on, not {text!r}")
     return int(text)

@@ -14,19 +14,24 @@ A connection is a sequence of frames, each a header of 32 bytes (network byte or
         32     n  body: one msgpack message of wire/messages.py (empty for cancel)
       32+n     m  payload: raw bytes, read by the receiver straight into its arena
 
-Anything else is a ProtocolError, and the connection is closed: there is no resynchronisation.
+Anything else is a ProtocolError, and the connection is closed: there is no resynchronisation. Every length is checked
+before a byte is allocated for it.
+
+The first frame of a connection is a request with the body Hello; the caller sends nothing more until it is answered.
 """
 
 import enum
 import struct
 from dataclasses import dataclass
 
-from tensorcast_connector.config import FRAME_BODY_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX
 from tensorcast_connector.errors import ProtocolError
 
 MAGIC = b"TC"
 FRAME_VERSION = 1
-HEADER = struct.Struct("!2sBBIQI4xQ")
+FRAME_BODY_BYTES_MAX = 16 << 20
+FRAME_PAYLOAD_BYTES_MAX = 1 << 40
+TIMEOUT_MS_MAX = (1 << 32) - 1
+HEADER = struct.Struct("!2sBBIQIIQ")
 HEADER_BYTES = HEADER.size
 assert HEADER_BYTES == 32
 
@@ -69,22 +74,34 @@ def encode_frame(kind: Kind, request_id: int, body: bytes, timeout_ms: int = 0, 
     """
     if len(body) > FRAME_BODY_BYTES_MAX:
         raise ProtocolError(f"a message of {len(body)} bytes exceeds the frame limit of {FRAME_BODY_BYTES_MAX}")
-    return HEADER.pack(MAGIC, FRAME_VERSION, kind, len(body), request_id, timeout_ms, payload_bytes) + body
+    timeout_ms = min(timeout_ms, TIMEOUT_MS_MAX)
+    return HEADER.pack(MAGIC, FRAME_VERSION, kind, len(body), request_id, timeout_ms, 0, payload_bytes) + body
 
 
-def decode_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Header:
+def check_magic(start: bytes | bytearray) -> None:
+    """Checks the first bytes of a frame, as many as there are, so that garbage is refused at its first byte.
+
+    Raises:
+        ProtocolError: no frame starts like that.
+    """
+    if start[: len(MAGIC)] != MAGIC[: len(start)]:
+        raise ProtocolError(f"not a tensorcast connection: it starts with {bytes(start[:8])!r}, expected {MAGIC!r}")
+
+
+def decode_header(data: bytes | bytearray, offset: int = 0) -> Header:
     """Checks and decodes the 32 bytes at `offset`.
 
     Raises:
         ProtocolError: wrong magic, version, kind or a length above its limit; says which.
     """
-    magic, version, kind, body_bytes, request_id, timeout_ms, payload_bytes = HEADER.unpack_from(data, offset)
-    if magic != MAGIC:
-        raise ProtocolError(f"not a tensorcast connection: it starts with {magic!r}, expected {MAGIC!r}")
+    magic, version, kind, body_bytes, request_id, timeout_ms, zero, payload_bytes = HEADER.unpack_from(data, offset)
+    check_magic(magic)
     if version != FRAME_VERSION:
         raise ProtocolError(f"frame version {version} is not supported; this side speaks version {FRAME_VERSION}")
     if not Kind.REQUEST <= kind <= Kind.CANCEL:
         raise ProtocolError(f"unknown frame kind {kind}")
+    if zero:
+        raise ProtocolError("bytes 20 to 23 of a frame must be zero")
     if body_bytes > FRAME_BODY_BYTES_MAX:
         raise ProtocolError(f"a frame of {body_bytes} bytes exceeds the limit of {FRAME_BODY_BYTES_MAX}")
     if payload_bytes > FRAME_PAYLOAD_BYTES_MAX:
@@ -93,9 +110,14 @@ def decode_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Head
 
 
 class FrameDecoder:
-    """Bytes in, whole frames out, for connections without payloads. After an error it must not be used again."""
+    """Bytes in, whole frames out, for connections without payloads. After an error it must not be used again.
 
-    def __init__(self) -> None:
+    Args:
+        body_bytes_max: a lower limit, for peers that have not yet said who they are.
+    """
+
+    def __init__(self, body_bytes_max: int = FRAME_BODY_BYTES_MAX) -> None:
+        self._body_bytes_max = body_bytes_max
         self._buffer = bytearray()
         self._header: Header | None = None
 
@@ -116,10 +138,13 @@ class FrameDecoder:
             header = self._header
             if header is None:
                 if len(buffer) - at < HEADER_BYTES:
+                    check_magic(buffer[at : at + len(MAGIC)])
                     break
                 header = decode_header(buffer, at)
                 if header.payload_bytes:
                     raise ProtocolError("a payload is only allowed in replies on bulk connections")
+                if header.body_bytes > self._body_bytes_max:
+                    raise ProtocolError(f"a frame of {header.body_bytes} bytes; here at most {self._body_bytes_max}")
                 at += HEADER_BYTES
                 self._header = header
             if len(buffer) - at < header.body_bytes:

@@ -1,7 +1,6 @@
 """The rule by which tokens are compared, without an engine."""
 
 import pytest
-
 from demo.compare import Comparison, Position, Reference, compare, compare_position
 
 CLEAR = Position({1: -0.5, 2: -1.0})

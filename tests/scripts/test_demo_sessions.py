@@ -1,10 +1,10 @@
 """The sessions of the demo: the same for a seed, and shaped like an agent's."""
 
+import itertools
 import json
 from typing import Any
 
 import pytest
-
 from demo import model, sessions
 from demo.sessions import CHARS_PER_TOKEN, Session, Shape, generate
 
@@ -43,7 +43,7 @@ def test_sessions_share_tools_and_system_prompt_and_have_their_own_tasks() -> No
 def test_each_request_extends_the_one_before() -> None:
     for session in generate(Shape(sessions=3, turns=4), 0):
         requests = played(session)
-        for before, after in zip(requests, requests[1:], strict=False):
+        for before, after in itertools.pairwise(requests):
             assert after[: len(before)] == before
             assert after[len(before)]["role"] == "assistant"
             assert len(after) > len(before) + 1
@@ -70,10 +70,12 @@ def test_sizes_are_about_what_was_asked_for() -> None:
     assert len(session.opening[1]["content"]) / CHARS_PER_TOKEN == pytest.approx(100, rel=0.3)
 
 
-def test_the_first_turn_does_not_wait_and_the_others_do() -> None:
-    for session in generate(Shape(sessions=3, turns=4, think_s=1.0), 0):
-        assert session.turns[0].think_s == 0
-        assert all(0 < turn.think_s <= 6 for turn in session.turns[1:])
+def test_sessions_begin_one_by_one_and_pause_between_turns() -> None:
+    made = generate(Shape(sessions=3, turns=4, think_s=1.0, begin_s=5.0), 0)
+    begins = {session.turns[0].think_s for session in made}
+    assert len(begins) == 3
+    assert max(begins) <= 5
+    assert all(0 < turn.think_s <= 4 for session in made for turn in session.turns[1:])
 
 
 def test_the_recipe_names_the_model_folder() -> None:

@@ -165,6 +165,7 @@ async def test_a_broken_answer_of_another_kind_is_cut_off(engines, route):
         await router.chat("x")
 
 
+@pytest.mark.slow
 async def test_a_dead_engine_is_left_out_and_comes_back_within_two_seconds(engines, route):
     one, other = await engines(2)
     router = await route(one, other, health_interval_s=1.0, health_recheck_s=0.5)
@@ -220,6 +221,7 @@ async def test_no_healthy_engine(engines, route, caplog):
     assert (await router.get("/health")).status == 200
 
 
+@pytest.mark.slow
 async def test_an_engine_that_says_it_is_ill(engines, route):
     one, other = await engines(2)
     router = await route(one, other)
@@ -230,6 +232,7 @@ async def test_an_engine_that_says_it_is_ill(engines, route):
     await until(lambda: router.healthy() == 2)
 
 
+@pytest.mark.slow
 async def test_an_engine_that_does_not_answer_its_health_check(engines, route, caplog):
     (engine,) = await engines()
     router = await route(engine, health_timeout_s=0.1, health_interval_s=0.05, health_failures_max=3)

@@ -153,6 +153,8 @@ async def test_engine_errors_are_passed_on_and_not_retried(engines, route, code)
         assert answer.headers["retry-after"] == "7"
     assert len(one.requests) + len(other.requests) == 5
     assert router.healthy() == 2, "an engine that answers is alive"
+    chunks = [each.chunks for each in router.state.statistics(0).instances.values()]
+    assert chunks == [0, 0], "a refused prompt is cached nowhere"
 
 
 async def test_large_bodies(engines, route):
