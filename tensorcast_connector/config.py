@@ -18,6 +18,7 @@ from tensorcast_connector.wire.frames import FRAME_BODY_BYTES_MAX
 HELLO_BYTES_MAX = 64 << 10  # from a peer that has not said who it is
 REQUESTS_IN_FLIGHT_MAX = 1024  # per connection; one more is answered with Exhausted
 KEYS_PER_MESSAGE_MAX = 65_536  # 65,536 keys of 48 bytes are 3 MiB, well inside one frame
+CONNECTIONS_MAX = 1024  # per listener; one more is closed at once
 HELLO_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 2.0
 RECONNECT_DELAY_MIN_S = 0.05

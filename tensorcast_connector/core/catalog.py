@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from tensorcast_connector.errors import NotFound
 from tensorcast_connector.types import WorkerId
 
 
@@ -16,10 +17,17 @@ class Catalog:
         return f"<Catalog {len(self._holders)} pages at {len(self._held)} workers>"
 
     def announce(self, worker: WorkerId, reset: bool, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """Applies one announcement of `worker`, in the order it was sent."""
+        """Applies one announcement of `worker`, in the order it was sent.
+
+        Raises:
+            NotFound: nothing is known of `worker` yet, or any more; it must announce all it has (`reset`).
+        """
         if reset:
             self.drop_worker(worker)
-        held = self._held.setdefault(worker, set())
+            self._held[worker] = set()
+        held = self._held.get(worker)
+        if held is None:
+            raise NotFound(f"nothing is known of {worker} here; announce everything")
         for key in removed:
             if key in held:
                 held.discard(key)

@@ -22,12 +22,25 @@ PAGE_FORMAT_VERSION = 1
 
 
 def canonical(value: Any) -> bytes:
-    """One byte string per value: JSON with sorted keys, no spaces, and no floats that print differently elsewhere.
+    """One byte string per value: JSON with sorted keys and no spaces; Python prints a float the same way everywhere.
 
     Raises:
         TypeError: a value that has no canonical form; it must not silently become part of an identity.
     """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    _check(value)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+def _check(value: Any) -> None:
+    """JSON would write the key 1 as "1", so that two different values had one form."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} has no canonical form; use text")
+            _check(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _check(each)
 
 
 def digest(value: Any) -> str:
@@ -37,7 +50,7 @@ def digest(value: Any) -> str:
 
 def namespace_digest(facts: Mapping[str, Any]) -> str:
     """The identity of everything in `facts`; the caller lists all that determines a page's bytes besides tokens."""
-    return digest({"format": PAGE_FORMAT_VERSION, **facts})
+    return digest({"format": PAGE_FORMAT_VERSION, "facts": dict(facts)})
 
 
 def keyspace(namespace: str, group: Mapping[str, Any], layers: tuple[int, int], tp_size: int, tp_rank: int) -> bytes:

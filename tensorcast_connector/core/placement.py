@@ -28,5 +28,7 @@ def home_of_pages(workers: Iterable[WorkerId]) -> WorkerId | None:
 
 def choose_source(key: bytes, holders: Iterable[WorkerId]) -> WorkerId | None:
     """Which of several holders to read `key` from: spread by key, the same for every caller."""
-    ranked = hrw_rank(key, holders)
-    return ranked[0] if ranked else None
+    candidates = list(holders)
+    if len(candidates) < 2:  # nearly always, and a lookup asks this for hundreds of keys
+        return candidates[0] if candidates else None
+    return hrw_rank(key, candidates)[0]

@@ -1,18 +1,19 @@
 """Allocator of pages in a fixed arena: slabs of equal slots, holds, put-if-absent and least-recently-used eviction.
 
-A page is *reserved* by one owner (an engine's connection, or a fetch) until it is committed or aborted, then *committed* and
-readable. Holds are counted per holder and end with `release` or with the holder. Eviction takes committed pages
-nobody holds, oldest first; it never takes a reserved or a held page. A slab belongs to one slot size; when a size runs out
-of slabs, the slab of another size whose pages are all evictable and least recently used is turned over.
+A page is *reserved* by one owner (an engine's connection, or a fetch) until it is committed or aborted, then *committed*
+and readable. A holder keeps committed pages in place until it releases them all at once. Eviction takes committed pages
+nobody holds, the least recently used first; it never takes a reserved or a held page.
+
+A slab belongs to one slot size while it has pages. A size that needs room takes, in this order: a free slot, a free slab,
+and then whatever was used longest ago, its own oldest page or a whole slab of another size whose every page is older.
 
 No I/O, no clock: recency is the order of calls. The bytes themselves are not touched here.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from tensorcast_connector.config import PAGE_BYTES_MAX, SLAB_BYTES, SLOT_ALIGN_BYTES
 from tensorcast_connector.errors import ProtocolError
 from tensorcast_connector.types import ByteRange
 
@@ -26,6 +27,7 @@ class _Page:
     owner: Hashable | None  # set while reserved
     digest: int = 0
     holds: int = 0
+    used: int = 0  # when it was committed or last let go
 
 
 @dataclass(slots=True)
@@ -33,22 +35,33 @@ class _Slab:
     slot_bytes: int = 0  # 0: unassigned
     free: list[int] = field(default_factory=list)
     pages: set[bytes] = field(default_factory=set)
+    busy: int = 0  # pages that are reserved or held
+    used: int = 0  # the latest `used` of its pages
 
 
 class Segments:
-    """See the module. Every method is atomic; `check` states the invariants."""
+    """See the module. Every method is atomic; `check` states the invariants.
 
-    def __init__(self, arena_bytes: int, slab_bytes: int = SLAB_BYTES) -> None:
-        # A small arena is one slab, so that it can hold at least something of every size up to its own.
-        slab_bytes = min(slab_bytes, arena_bytes // SLOT_ALIGN_BYTES * SLOT_ALIGN_BYTES)
-        self._slab_bytes = slab_bytes
-        self._slabs = [_Slab() for _ in range(arena_bytes // slab_bytes)]
-        self._free_slabs = list(range(len(self._slabs) - 1, -1, -1))
-        self._sizes: dict[int, set[int]] = {}  # slot size -> slabs with a free slot
+    Args:
+        arena_bytes: what there is to share out.
+        slab_bytes: the largest slab, and so the largest page; slabs are a little smaller where that wastes less.
+        slot_align_bytes: a slot's size is a multiple of it.
+    """
+
+    def __init__(self, arena_bytes: int, slab_bytes: int, slot_align_bytes: int) -> None:
+        count = -(-arena_bytes // slab_bytes)
+        self._slot_align_bytes = slot_align_bytes
+        self._slab_bytes = arena_bytes // count // slot_align_bytes * slot_align_bytes
+        assert self._slab_bytes > 0
+        self._slabs = [_Slab() for _ in range(count)]
+        self._free_slabs = list(range(count - 1, -1, -1))
+        self._with_room: dict[int, set[int]] = {}  # slot size -> slabs with a free slot
         self._pages: dict[bytes, _Page] = {}
         self._evictable: dict[int, OrderedDict[bytes, None]] = {}  # slot size -> committed, unheld pages, oldest first
-        self._holds: dict[Hashable, list[bytes]] = {}
+        self._holds: dict[Hashable, dict[bytes, None]] = {}
+        self._reserved: dict[Hashable, dict[bytes, None]] = {}
         self._evicted: list[bytes] = []
+        self._uses = 0
         self.evictions = 0
 
     def __repr__(self) -> str:
@@ -68,23 +81,28 @@ class Segments:
         return None if page is None else page.owner
 
     def hold(self, holder: Hashable, key: bytes) -> ByteRange | None:
-        """Keeps a committed page in place for `holder` and marks it used; None if it is not committed."""
+        """Keeps a committed page in place for `holder`, once however often it asks; None if it is not committed."""
         page = self._pages.get(key)
         if page is None or page.owner is not None:
             return None
-        if page.holds == 0:
-            del self._evictable[self._slabs[page.slab].slot_bytes][key]
-        page.holds += 1
-        self._holds.setdefault(holder, []).append(key)
+        held = self._holds.setdefault(holder, {})
+        if key not in held:
+            held[key] = None
+            if page.holds == 0:
+                slab = self._slabs[page.slab]
+                del self._evictable[slab.slot_bytes][key]
+                slab.busy += 1
+            page.holds += 1
         return ByteRange(page.offset, page.length)
 
     def release(self, holder: Hashable) -> None:
         """Ends all holds of `holder`; unknown holders are fine."""
-        for key in self._holds.pop(holder, ()):
+        # Last page first: of a chain of blocks the end goes before the start, without which it is of no use.
+        for key in reversed(self._holds.pop(holder, {})):
             page = self._pages[key]
             page.holds -= 1
             if page.holds == 0:
-                self._evictable[self._slabs[page.slab].slot_bytes][key] = None
+                self._idle(page)
 
     def digest(self, key: bytes) -> int:
         """The digest given at commit."""
@@ -102,47 +120,46 @@ class Segments:
         Raises:
             ProtocolError: `length` is not a possible page size.
         """
-        if not 0 < length <= min(PAGE_BYTES_MAX, self._slab_bytes):
-            raise ProtocolError(
-                f"a page of {length} bytes; this arena takes 1 to {min(PAGE_BYTES_MAX, self._slab_bytes)}"
-            )
+        if not 0 < length <= self._slab_bytes:
+            raise ProtocolError(f"a page of {length} bytes; this arena takes 1 to {self._slab_bytes}")
         if key in self._pages:
             return None
-        slot_bytes = -(-length // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
-        slab_index = self._slab_with_room(slot_bytes)
-        if slab_index is None:
+        slot_bytes = -(-length // self._slot_align_bytes) * self._slot_align_bytes
+        index = self._slab_with_room(slot_bytes)
+        if index is None:
             return None
-        slab = self._slabs[slab_index]
+        slab = self._slabs[index]
         offset = slab.free.pop()
         if not slab.free:
-            self._sizes[slot_bytes].discard(slab_index)
+            self._with_room[slot_bytes].discard(index)
         slab.pages.add(key)
-        self._pages[key] = _Page(key, offset, length, slab_index, owner)
+        slab.busy += 1
+        self._pages[key] = _Page(key, offset, length, index, owner)
+        self._reserved.setdefault(owner, {})[key] = None
         return ByteRange(offset, length)
 
     def commit(self, owner: Hashable, key: bytes, digest: int) -> bool:
         """The page is completely written; False (and nothing happens) if `owner` has not reserved it."""
-        page = self._pages.get(key)
-        if page is None or page.owner is None or page.owner != owner:
+        page = self._unreserve(owner, key)
+        if page is None:
             return False
-        page.owner = None
         page.digest = digest
-        self._evictable.setdefault(self._slabs[page.slab].slot_bytes, OrderedDict())[key] = None
+        self._idle(page)
         return True
 
     def abort(self, owner: Hashable, key: bytes) -> bool:
         """The page will not be written; False if `owner` has not reserved it."""
-        page = self._pages.get(key)
-        if page is None or page.owner is None or page.owner != owner:
+        page = self._unreserve(owner, key)
+        if page is None:
             return False
+        self._slabs[page.slab].busy -= 1
         self._free(page)
         return True
 
-    def abort_all(self, owners: Iterable[Hashable]) -> None:
-        """Gives back everything these owners have reserved."""
-        gone = set(owners)
-        for page in [page for page in self._pages.values() if page.owner in gone]:
-            self._free(page)
+    def abort_all(self, owner: Hashable) -> None:
+        """Gives back everything `owner` has reserved."""
+        for key in list(self._reserved.get(owner, ())):
+            self.abort(owner, key)
 
     def drop(self, key: bytes) -> bool:
         """Removes a committed page that nobody holds."""
@@ -159,37 +176,52 @@ class Segments:
 
     # --- inside ---
 
+    def _unreserve(self, owner: Hashable, key: bytes) -> _Page | None:
+        page = self._pages.get(key)
+        if page is None or page.owner is None or page.owner != owner:
+            return None
+        page.owner = None
+        reserved = self._reserved[owner]
+        del reserved[key]
+        if not reserved:
+            del self._reserved[owner]
+        return page
+
+    def _idle(self, page: _Page) -> None:
+        """Nobody writes or holds the page any more: from now on it may be evicted."""
+        slab = self._slabs[page.slab]
+        slab.busy -= 1
+        self._uses += 1
+        page.used = slab.used = self._uses
+        self._evictable.setdefault(slab.slot_bytes, OrderedDict())[page.key] = None
+
     def _slab_with_room(self, slot_bytes: int) -> int | None:
-        with_room = self._sizes.setdefault(slot_bytes, set())
+        with_room = self._with_room.get(slot_bytes)
         if with_room:
             return next(iter(with_room))
-        if self._free_slabs:
-            return self._assign(self._free_slabs.pop(), slot_bytes)
-        evictable = self._evictable.get(slot_bytes)
-        if evictable:
-            page = self._pages[next(iter(evictable))]
-            self._evict(page)
-            return page.slab if self._slabs[page.slab].slot_bytes else self._assign(self._free_slabs.pop(), slot_bytes)
-        return self._turn_over(slot_bytes)
+        if not self._free_slabs:
+            own = self._evictable.get(slot_bytes)
+            oldest = self._pages[next(iter(own))] if own else None
+            other = self._oldest_slab_of_others(slot_bytes)
+            if other is not None and (oldest is None or self._slabs[other].used < oldest.used):
+                for key in list(self._slabs[other].pages):
+                    self._evict(self._pages[key])
+            elif oldest is not None:
+                self._evict(oldest)
+                if self._slabs[oldest.slab].pages:
+                    return oldest.slab
+            else:
+                return None
+        return self._assign(self._free_slabs.pop(), slot_bytes)
 
-    def _turn_over(self, slot_bytes: int) -> int | None:
-        """Empties a slab of another size: the first one, by the recency of its oldest page, that nobody needs."""
-        for size, evictable in self._evictable.items():
-            if size == slot_bytes:
-                continue
-            tried: set[int] = set()
-            for key in evictable:
-                index = self._pages[key].slab
-                if index in tried:
-                    continue
-                tried.add(index)
-                pages = [self._pages[each] for each in self._slabs[index].pages]
-                if all(page.owner is None and page.holds == 0 for page in pages):
-                    for page in pages:
-                        self._evict(page)
-                    self._free_slabs.remove(index)
-                    return self._assign(index, slot_bytes)
-        return None
+    def _oldest_slab_of_others(self, slot_bytes: int) -> int | None:
+        """The slab of another size, with no page in use, that was used longest ago."""
+        if not any(pages for size, pages in self._evictable.items() if size != slot_bytes):
+            return None
+        idle = [
+            index for index, slab in enumerate(self._slabs) if slab.slot_bytes not in (0, slot_bytes) and not slab.busy
+        ]
+        return min(idle, key=lambda index: self._slabs[index].used, default=None)
 
     def _assign(self, index: int, slot_bytes: int) -> int:
         slab = self._slabs[index]
@@ -197,7 +229,7 @@ class Segments:
         start = index * self._slab_bytes
         slots = self._slab_bytes // slot_bytes
         slab.free = [start + slot * slot_bytes for slot in range(slots - 1, -1, -1)]
-        self._sizes.setdefault(slot_bytes, set()).add(index)
+        self._with_room.setdefault(slot_bytes, set()).add(index)
         return index
 
     def _evict(self, page: _Page) -> None:
@@ -210,23 +242,21 @@ class Segments:
         del self._pages[page.key]
         slab = self._slabs[page.slab]
         slab.pages.discard(page.key)
-        slab.free.append(page.offset)
-        with_room = self._sizes.setdefault(slab.slot_bytes, set())
         if slab.pages:
-            with_room.add(page.slab)
+            slab.free.append(page.offset)
+            self._with_room[slab.slot_bytes].add(page.slab)
         else:
-            with_room.discard(page.slab)
-            slab.slot_bytes = 0
-            slab.free = []
+            self._with_room[slab.slot_bytes].discard(page.slab)
+            self._slabs[page.slab] = _Slab()
             self._free_slabs.append(page.slab)
 
     def statistics(self) -> dict[str, int]:
         """Counts for people and metrics."""
-        committed = [page for page in self._pages.values() if page.owner is None]
+        reserved = sum(len(keys) for keys in self._reserved.values())
         return {
-            "pages": len(committed),
-            "pages_reserved": len(self._pages) - len(committed),
-            "pages_held": sum(1 for page in committed if page.holds),
+            "pages": len(self._pages) - reserved,
+            "pages_reserved": reserved,
+            "pages_held": sum(1 for page in self._pages.values() if page.holds),
             "bytes_used": sum(page.length for page in self._pages.values()),
             "bytes_total": self._slab_bytes * len(self._slabs),
             "evictions": self.evictions,
@@ -243,13 +273,22 @@ class Segments:
             assert key in slab.pages and page.length <= slab.slot_bytes
             assert page.slab * self._slab_bytes <= page.offset <= (page.slab + 1) * self._slab_bytes - slab.slot_bytes
             assert page.holds == held.get(key, 0) and not (page.holds and page.owner is not None)
+            assert (page.owner is not None) == (key in self._reserved.get(page.owner, ()))
             evictable = page.owner is None and page.holds == 0
             assert (key in self._evictable.get(slab.slot_bytes, ())) == evictable
+            assert not evictable or page.used <= slab.used
+        assert all(self._reserved.values()) and sum(len(each) for each in self._reserved.values()) <= len(self._pages)
         assert sum(len(each) for each in self._evictable.values()) <= len(self._pages)
+        for pages in self._evictable.values():
+            uses = [self._pages[key].used for key in pages]
+            assert uses == sorted(uses), "recency is the order of the index"
+        assert len(self._free_slabs) == len(set(self._free_slabs))
         for index, slab in enumerate(self._slabs):
-            offsets = [*slab.free, *(self._pages[key].offset for key in slab.pages)]
+            mine = [self._pages[key] for key in slab.pages]
+            offsets = [*slab.free, *(page.offset for page in mine)]
             assert len(set(offsets)) == len(offsets), "two pages share a slot"
             assert bool(slab.slot_bytes) == bool(slab.pages) == (index not in self._free_slabs)
+            assert slab.busy == sum(1 for page in mine if page.owner is not None or page.holds)
             if slab.slot_bytes:
                 assert len(offsets) == self._slab_bytes // slab.slot_bytes
-                assert bool(slab.free) == (index in self._sizes[slab.slot_bytes])
+                assert bool(slab.free) == (index in self._with_room[slab.slot_bytes])

@@ -2,18 +2,22 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
 import stat
 from pathlib import Path
 
+from tensorcast_connector.config import CONNECTIONS_MAX
 from tensorcast_connector.errors import ConfigError, TensorcastError, Unavailable
 from tensorcast_connector.net.transport import Buffer, Listener, OnStream, Stream
 from tensorcast_connector.types import Address
 
 logger = logging.getLogger(__name__)
 RECEIVE_BUFFER_BYTES = 256 << 10
+# What connecting to an address or resolving it may raise; a host name that is no name at all is a UnicodeError.
+_ADDRESS_ERRORS = (OSError, UnicodeError)
 
 
 class SocketStream(asyncio.BufferedProtocol):
@@ -24,30 +28,29 @@ class SocketStream(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._buffer = memoryview(bytearray(RECEIVE_BUFFER_BYTES))
         self._start = self._end = 0
-        self._target: memoryview | None = None
+        self._target: memoryview | None = None  # what `receive_into` still wants; None: nothing
         self._reader: asyncio.Future[None] | None = None
-        self._writable: asyncio.Future[None] | None = None
-        self._write_paused = False
+        self._flushed = asyncio.Event()  # nothing is queued for sending
+        self._flushed.set()
         self._read_paused = False
-        self._ended = False
+        self._ended = False  # no more bytes will come
+        self._closed = False  # and none can be sent
         self._lost: Exception | None = None
-        self._closed = False
         self.peer = "?"
 
     # --- asyncio's side ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio: the connection is up."""
-        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
         self._transport = transport  # type: ignore[assignment]
         # A send returns when nothing is queued any more, so the caller may reuse the memory it sent from.
         self._transport.set_write_buffer_limits(high=0)  # type: ignore[union-attr]
         sock = transport.get_extra_info("socket")
+        self.peer = "unix"
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.peer = "{}:{}".format(*transport.get_extra_info("peername")[:2])
-        elif sock is not None:
-            self.peer = "unix"
+            peer = transport.get_extra_info("peername")  # None if it has left already
+            self.peer = f"{peer[0]}:{peer[1]}" if peer else "a peer that left"
         if self._accepted is not None:
             self._accepted.start(self)
 
@@ -69,36 +72,32 @@ class SocketStream(asyncio.BufferedProtocol):
             if self._end == RECEIVE_BUFFER_BYTES and self._transport is not None:
                 self._transport.pause_reading()
                 self._read_paused = True
-        self._wake(self._reader)
+        self._wake_reader()
 
     def eof_received(self) -> bool:
         """asyncio: the peer will send no more. Returning False lets asyncio close the transport."""
         self._ended = True
-        self._wake(self._reader)
+        self._wake_reader()
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio: the connection is gone."""
-        self._ended = True
-        self._closed = True
-        self._lost = exc
-        self._target = None
-        self._wake(self._reader)
-        self._wake(self._writable)
+        self._ended = self._closed = True
+        self._lost = self._lost or exc
+        self._wake_reader()
+        self._flushed.set()
 
     def pause_writing(self) -> None:
         """asyncio: bytes are queued."""
-        self._write_paused = True
+        self._flushed.clear()
 
     def resume_writing(self) -> None:
         """asyncio: nothing is queued any more."""
-        self._write_paused = False
-        self._wake(self._writable)
+        self._flushed.set()
 
-    @staticmethod
-    def _wake(future: asyncio.Future[None] | None) -> None:
-        if future is not None and not future.done():
-            future.set_result(None)
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     # --- the Stream seam ---
 
@@ -118,11 +117,11 @@ class SocketStream(asyncio.BufferedProtocol):
                 return b""
             await self._wait_for_bytes()
         data = bytes(self._buffer[self._start : self._end])
-        self._start = self._end = 0
-        self._resume()
+        self._emptied()
         return data
 
-    def _resume(self) -> None:
+    def _emptied(self) -> None:
+        self._start = self._end = 0
         if self._read_paused and self._transport is not None and not self._ended:
             self._read_paused = False
             self._transport.resume_reading()
@@ -133,25 +132,20 @@ class SocketStream(asyncio.BufferedProtocol):
         if ready:
             target[:ready] = self._buffer[self._start : self._start + ready]
             self._start += ready
-            if self._start == self._end:
-                self._start = self._end = 0
-                self._resume()
             target = target[ready:]
+            if self._start == self._end:
+                self._emptied()
         if not target.nbytes:
             return
-        if self._ended:
-            raise Unavailable(f"{self.peer} ended the connection with {target.nbytes} bytes still to come")
         self._target = target
         try:
             while self._target is not None:
+                if self._ended:
+                    why = f": {self._lost}" if self._lost else ""
+                    raise Unavailable(f"{self.peer} left with {self._target.nbytes} bytes still to come{why}")
                 await self._wait_for_bytes()
-                if self._interrupted():
-                    raise Unavailable(f"{self.peer} ended the connection in the middle of a transfer")
         finally:
             self._target = None
-
-    def _interrupted(self) -> bool:
-        return self._ended and (self._target is not None or self._closed)
 
     def write(self, data: Buffer) -> None:
         """See Stream."""
@@ -161,14 +155,9 @@ class SocketStream(asyncio.BufferedProtocol):
     async def send(self, data: Buffer) -> None:
         """See Stream."""
         self.write(data)
-        while self._write_paused and not self._closed:
-            self._writable = asyncio.get_running_loop().create_future()
-            try:
-                await self._writable
-            finally:
-                self._writable = None
+        await self._flushed.wait()
         if self._closed:
-            raise Unavailable(f"connection to {self.peer} broke: {self._lost or 'closed'}")
+            raise Unavailable(f"connection to {self.peer} broke: {self._lost or 'it ended'}")
 
     async def send_descriptor(self, descriptor: int) -> None:
         """See Stream."""
@@ -177,21 +166,26 @@ class SocketStream(asyncio.BufferedProtocol):
         sock = self._transport.get_extra_info("socket")
         if sock is None or sock.family != socket.AF_UNIX:
             raise Unavailable("file descriptors can only be passed over a Unix socket")
-        with socket.socket(fileno=os.dup(sock.fileno())) as duplicate:
-            try:
+        try:
+            with socket.socket(fileno=os.dup(sock.fileno())) as duplicate:
                 socket.send_fds(duplicate, [b"\0"], [descriptor])
-            except OSError as error:
-                raise Unavailable(f"cannot pass the arena to {self.peer}: {error.strerror}") from error
+        except OSError as error:
+            raise Unavailable(f"cannot pass a descriptor to {self.peer}: {error.strerror}") from error
 
     def close(self) -> None:
         """See Stream."""
-        if not self._closed:
-            self._closed = self._ended = True
-            self._lost = self._lost or ConnectionAbortedError("closed on this side")
-            if self._transport is not None:
+        if self._closed:
+            return
+        self._closed = self._ended = True
+        self._lost = self._lost or ConnectionAbortedError("closed on this side")
+        if self._transport is not None:
+            # What is still queued waits for a peer that does not read, and may be memory that is about to be reused.
+            if self._flushed.is_set():
                 self._transport.close()
-            self._wake(self._reader)
-            self._wake(self._writable)
+            else:
+                self._transport.abort()
+        self._wake_reader()
+        self._flushed.set()
 
 
 class SocketListener:
@@ -201,11 +195,17 @@ class SocketListener:
         self._on_stream = on_stream
         self._server: asyncio.Server | None = None
         self._tasks: dict[asyncio.Task[None], Stream] = {}
-        self._path: str = ""
+        self._socket_file: tuple[Path, int] | None = None
+        self._closed = False
         self.address = Address("tcp")
 
     def start(self, stream: SocketStream) -> None:
         """Serves an accepted connection."""
+        if self._closed or len(self._tasks) >= CONNECTIONS_MAX:
+            if not self._closed:
+                logger.warning("connection from %s closed: %d are open already", stream.peer, CONNECTIONS_MAX)
+            stream.close()
+            return
         task = asyncio.get_running_loop().create_task(self._serve(stream))
         self._tasks[task] = stream
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
@@ -225,22 +225,29 @@ class SocketListener:
     def opened(self, server: asyncio.Server, address: Address) -> None:
         """The socket is listening."""
         self._server = server
-        self.address = address
         if address.scheme == "unix":
-            self._path = address.path
+            self.address = address
+            self._socket_file = Path(address.path), Path(address.path).stat().st_ino
         else:
             self.address = Address("tcp", host=address.host, port=server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
         """See Listener."""
+        self._closed = True
         if self._server is not None:
             self._server.close()
+        self._remove_socket_file()
         for task, stream in list(self._tasks.items()):
             stream.close()
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._path:
-            Path(self._path).unlink(missing_ok=True)
+
+    def _remove_socket_file(self) -> None:
+        if self._socket_file is not None:
+            path, inode = self._socket_file
+            with contextlib.suppress(OSError):  # gone, or its folder is: nothing to tidy up
+                if path.stat().st_ino == inode:  # else somebody else serves there by now
+                    path.unlink()
 
 
 class SocketNetwork:
@@ -257,8 +264,8 @@ class SocketNetwork:
                     _, stream = await loop.create_connection(SocketStream, address.host, address.port)
         except TimeoutError as error:
             raise Unavailable(f"no answer from {address} within {timeout_s:g} s") from error
-        except OSError as error:
-            raise Unavailable(f"cannot connect to {address}: {error.strerror or error}") from error
+        except _ADDRESS_ERRORS as error:
+            raise Unavailable(f"cannot connect to {address}: {_reason(error)}") from error
         stream.peer = str(address)
         return stream
 
@@ -268,44 +275,79 @@ class SocketNetwork:
         listener = SocketListener(on_stream)
         try:
             if address.scheme == "unix":
-                await self._clear_stale_socket(address.path)
-                # The folder is private (0700), so nobody can connect between bind and chmod.
-                private_directory(Path(address.path).parent)
-                server = await loop.create_unix_server(lambda: SocketStream(listener), address.path)
-                Path(address.path).chmod(0o600)
+                with contextlib.ExitStack() as on_error:
+                    sock = _bind_private(address.path)
+                    on_error.callback(sock.close)
+                    server = await loop.create_unix_server(lambda: SocketStream(listener), sock=sock)
+                    on_error.pop_all()
             else:
                 server = await loop.create_server(lambda: SocketStream(listener), address.host, address.port)
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {address}: {error.strerror or error}") from error
+        except _ADDRESS_ERRORS as error:
+            raise ConfigError(f"cannot listen on {address}: {_reason(error)}") from error
         listener.opened(server, address)
         return listener
 
-    async def _clear_stale_socket(self, path: str) -> None:
-        """Removes the socket file of a process that died; refuses if somebody answers there or it is no socket."""
-        try:
-            if not stat.S_ISSOCK(Path(path).stat().st_mode):
-                raise ConfigError(f"cannot listen on unix:{path}: a file that is no socket is in the way")
-        except FileNotFoundError:
-            return
-        try:
-            stream = await self.dial(Address("unix", path=path), timeout_s=0.5)
-        except Unavailable:
-            with contextlib.suppress(FileNotFoundError):
-                Path(path).unlink()
-            return
-        stream.close()
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _bind_private(path: str) -> socket.socket:
+    private_directory(Path(path).parent)
+    _remove_stale_socket(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        os.fchmod(sock.fileno(), 0o600)  # before bind: the file is born with this mode
+        sock.setblocking(False)
+        sock.bind(path)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _remove_stale_socket(path: str) -> None:
+    """Removes the socket file of a process that died; refuses if somebody answers there or it is no socket."""
+    try:
+        if not stat.S_ISSOCK(Path(path).lstat().st_mode):
+            raise ConfigError(f"cannot listen on unix:{path}: a file that is no socket is in the way")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        answer = probe.connect_ex(path)
+    if answer == errno.ECONNREFUSED:
+        Path(path).unlink(missing_ok=True)
+    elif answer in (0, errno.EAGAIN):  # EAGAIN: it is busy, but there
         raise ConfigError(
             f"cannot listen on unix:{path}: another process serves there; stop it or choose another socket"
         )
+    elif answer != errno.ENOENT:
+        raise OSError(answer, os.strerror(answer))
 
 
 def private_directory(path: Path) -> None:
-    """Makes `path` (mode 0700) if it is missing; a folder that exists keeps its mode.
+    """Makes `path` and what is missing above it (mode 0700); one that exists must be ours and writable by us alone.
+
+    Others could replace a socket or a database in any other folder by their own.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: it cannot be made, or is not private.
     """
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in reversed([path, *path.parents]):
+            if not folder.exists():
+                folder.mkdir(mode=0o700, exist_ok=True)
+        found = path.stat()
     except OSError as error:
         raise ConfigError(f"cannot make the folder {path}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"cannot make the folder {path}: a file of that name is in the way")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"the folder {path} belongs to another user, who could replace what is in it; choose a sub-folder of your own"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"the folder {path} is writable by others, who could replace what is in it; choose another or chmod go-w it"
+        )

@@ -1,0 +1,53 @@
+"""A page of another model, dtype or block size is never a hit; a page of the same one is."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from demo import engine, pool
+from demo.engine import Engine, EngineOptions
+from demo.pool import Started
+
+from tests.e2e.probe import saved, statistics, tokens, until
+
+pytestmark = pytest.mark.engine
+PROMPT = 2000
+
+
+def test_only_the_same_model_dtype_and_block_size_share_pages(
+    workers: tuple[Started, Started],
+    tiny: Path,
+    other_tiny: Path,
+    start_engine: Callable[[str, EngineOptions], Engine],
+    salt: str,
+) -> None:
+    transfer = pool.connector(workers[0]["worker"])
+    blue = {**transfer, "kv_connector_extra_config": {"worker": workers[0]["worker"], "tenant": "blue"}}
+    kinds = {
+        "first": EngineOptions(tiny, kv_transfer=transfer),
+        "other-model": EngineOptions(other_tiny, kv_transfer=transfer),
+        "other-dtype": EngineOptions(tiny, kv_transfer=transfer, args=("--dtype", "float32")),
+        "other-block-size": EngineOptions(tiny, kv_transfer=transfer, block_size=64),
+        "other-tenant": EngineOptions(tiny, kv_transfer=blue),
+        "same": EngineOptions(tiny, kv_transfer=transfer),
+    }
+    prompt = tokens(7, PROMPT)
+    hits: dict[str, int] = {}
+    names = list(kinds)
+    for pair in (names[:2], names[2:4], names[4:]):
+        engines = {name: start_engine(name, kinds[name]) for name in pair}
+        for name, made in engines.items():
+            made.wait()
+            before = int(statistics(workers[0])["pages_saved"])
+            saved(made, [prompt], salt)
+            hits[name] = made.sources().pool
+            if not hits[name]:
+                until(lambda b=before: statistics(workers[0])["pages_saved"] > b, "its own pages are saved")  # type: ignore[misc]
+    print(f"\ntokens from the pool: {hits}")
+    assert hits == {**dict.fromkeys(names, 0), "same": PROMPT // 128 * 128}
+
+
+@pytest.fixture(autouse=True)
+def _all_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tiny engines at a time, not bound: they are started, asked once and stopped."""
+    monkeypatch.setattr(engine, "START_TIMEOUT_S", 400.0)
