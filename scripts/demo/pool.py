@@ -28,15 +28,25 @@ def store(supervisor: Supervisor, name: str = "store") -> Started:
     return _start(supervisor, name, ["tensorcast", "store", "--listen", "127.0.0.1:0", "--data", str(data)])
 
 
-def worker(supervisor: Supervisor, store_address: str, name: str = "worker", arena: str = "1GiB") -> Started:
+def worker(
+    supervisor: Supervisor, store_address: str, name: str = "worker", arena: str = "1GiB", socket: str = ""
+) -> Started:
     """Start a worker: `["worker"]` is what an engine attaches to, `["peer"]` what other workers ask.
 
-    The socket gets a folder of its own: a path of more than 107 bytes cannot be a Unix socket.
+    Args:
+        supervisor: owns it.
+        store_address: the store it joins.
+        name: of the worker, and of its log.
+        arena: its size.
+        socket: `unix:PATH` of its socket, to stand in for a worker that died; else in a folder of its own, since a path
+            of more than 107 bytes cannot be a Unix socket.
     """
-    folder = Path(tempfile.mkdtemp(prefix="tensorcast-"))
+    if not socket:
+        folder = Path(tempfile.mkdtemp(prefix="tensorcast-"))
+        supervisor.cleanup(folder)
+        socket = f"unix:{folder}/worker.sock"
     command = ["tensorcast", "worker", "--store", store_address, "--name", name, "--listen", "127.0.0.1:0"]
-    supervisor.cleanup(folder)
-    return _start(supervisor, name, [*command, "--socket", str(folder / "worker.sock"), "--arena", arena])
+    return _start(supervisor, name, [*command, "--socket", socket.removeprefix("unix:"), "--arena", arena])
 
 
 def up(supervisor: Supervisor, name: str = "up", arena: str = "1GiB") -> Started:

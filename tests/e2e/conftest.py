@@ -11,6 +11,9 @@ from demo.engine import Engine, EngineOptions
 from demo.pool import Started
 from demo.processes import ROOT, Running, Supervisor, run_id
 
+# vLLM's own routes for tests: /reset_prefix_cache.
+RESETTABLE = {"VLLM_SERVER_DEV_MODE": "1"}
+
 
 @dataclass(frozen=True, slots=True)
 class System:
@@ -37,6 +40,12 @@ def tiny() -> Path:
 
 
 @pytest.fixture(scope="session")
+def small() -> Path:
+    """26 M parameters: prefills thousands of tokens in seconds, so that reuse is worth something."""
+    return model.make("small")
+
+
+@pytest.fixture(scope="session")
 def other_tiny() -> Path:
     """The same shape with other weights: its pages must never be taken for those of `tiny`."""
     return model.make("tiny", seed=1)
@@ -56,11 +65,13 @@ def workers(supervisor: Supervisor, store: Started) -> tuple[Started, Started]:
 
 
 @pytest.fixture(scope="session")
-def system(supervisor: Supervisor, tiny: Path, store: Started, workers: tuple[Started, Started]) -> System:
+def system(supervisor: Supervisor, small: Path, store: Started, workers: tuple[Started, Started]) -> System:
     """Everything, its engines started side by side: that takes a minute, one after the other would take two."""
     transfers = (*(pool.connector(worker["worker"]) for worker in workers), None)
     a, b, plain = (
-        engine.start(supervisor, name, EngineOptions(tiny, kv_transfer=transfer, cpus=engine.cpus_of(index, 2)))
+        engine.start(
+            supervisor, name, EngineOptions(small, kv_transfer=transfer, cpus=engine.cpus_of(index, 2), env=RESETTABLE)
+        )
         for index, (name, transfer) in enumerate(zip(("engine-a", "engine-b", "plain"), transfers, strict=True))
     )
     for each in (a, b, plain):
@@ -75,6 +86,20 @@ def start_engine(supervisor: Supervisor) -> Iterator[Callable[[str, EngineOption
 
     def start(name: str, options: EngineOptions) -> Engine:
         made = engine.start(supervisor, name, options)
+        started.append(made.running)
+        return made
+
+    yield start
+    supervisor.stop(*started)
+
+
+@pytest.fixture
+def start_worker(supervisor: Supervisor, store: Started) -> Iterator[Callable[[str, str], Started]]:
+    """Start a worker at a socket, `start_worker(name, socket)`; it is stopped with the test."""
+    started: list[Running] = []
+
+    def start(name: str, socket: str) -> Started:
+        made = pool.worker(supervisor, store["store"], name, socket=socket)
         started.append(made.running)
         return made
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from demo import pool
-from demo.compare import Comparison, client
+from demo.compare import CANDIDATES, Comparison, client
 from demo.engine import Engine, EngineOptions
 from demo.pool import Started
 from demo.processes import Supervisor
 
+from tests.e2e.conftest import RESETTABLE
 from tests.e2e.probe import api, checked, follow, idle, post, referred, saved, seconds, statistics, tokens, until
 
 pytestmark = pytest.mark.engine
@@ -19,22 +20,22 @@ Start = Callable[[str, EngineOptions], Engine]
 
 
 def test_an_engine_whose_worker_comes_late_serves_without_it_and_joins_by_itself(
-    store: Started, supervisor: Supervisor, tiny: Path, start_engine: Start, salt: str
+    supervisor: Supervisor, start_worker: Callable[[str, str], Started], tiny: Path, start_engine: Start, salt: str
 ) -> None:
     folder = Path(tempfile.mkdtemp(prefix="tensorcast-"))
     supervisor.cleanup(folder)
     address = f"unix:{folder}/worker.sock"
-    made = start_engine("late-worker", EngineOptions(tiny, kv_transfer=pool.connector(address)))
+    made = start_engine("late-worker", EngineOptions(tiny, kv_transfer=pool.connector(address), env=RESETTABLE))
     made.wait()
     prompt = tokens(11, 1500)
     seconds(made, prompt, salt)
-    log = made.running.log.read_text()
-    assert log.count("serving without the pool until there is one") == 2, "one line per process: scheduler and rank"
-    worker = pool.worker(supervisor, store["store"], "late", socket=address)
+    warning = "serving without the pool until there is one"
+    until(lambda: made.running.log.read_text().count(warning) == 2, "one line per process: scheduler and rank")
+    worker = start_worker("late", address)
     until(lambda: made.running.log.read_text().count("attached to worker") == 2, "attached")
     saved(made, [tokens(12, 1500)], salt)
     until(lambda: statistics(worker)["pages_saved"] >= 1500 // 128, "saved")
-    assert post(f"{made.url}/reset_prefix_cache") is None
+    assert post(f"{made.url}/reset_prefix_cache")["success"]
     before = made.sources()
     seconds(made, tokens(12, 1500), salt)
     assert (made.sources() - before).pool == 1500 // 128 * 128
@@ -47,7 +48,9 @@ def test_preempted_requests_save_and_load_the_right_pages(
     """40 blocks for four requests that need 15 each: some are preempted while their blocks are being saved."""
     plain = start_engine("preempt-plain", EngineOptions(tiny))
     few = ("--num-gpu-blocks-override", "40", "--max-model-len", "4096")
-    tight = start_engine("preempt", EngineOptions(tiny, kv_transfer=pool.connector(workers[0]["worker"]), args=few))
+    tight = start_engine(
+        "preempt", EngineOptions(tiny, kv_transfer=pool.connector(workers[0]["worker"]), args=few, env=RESETTABLE)
+    )
     plain.wait(), tight.wait()
     prompts = [tokens(20 + each, 1100) for each in range(4)]
     references = referred(plain, prompts, salt, positions=700)
@@ -55,7 +58,7 @@ def test_preempted_requests_save_and_load_the_right_pages(
     async def together() -> Comparison:
         async with client() as http:
             asked = api(tight, salt)
-            answers = await asyncio.gather(*(asked.complete(http, [prompt], 700, 2) for prompt in prompts))
+            answers = await asyncio.gather(*(asked.complete(http, [prompt], 700, CANDIDATES) for prompt in prompts))
         parts = [follow(f"prompt {i}", references[i], answer[0][0]) for i, answer in enumerate(answers)]
         return sum(parts, Comparison())
 
@@ -68,7 +71,7 @@ def test_preempted_requests_save_and_load_the_right_pages(
     # What was saved in the thick of it must be right as well: a fresh lookup of all four prompts and their answers.
     longer = [[*reference.prompt, *reference.tokens[:400]] for reference in references]
     again = referred(plain, longer, salt, positions=4)
-    assert post(f"{tight.url}/reset_prefix_cache") is None
+    assert post(f"{tight.url}/reset_prefix_cache")["success"]
     before = tight.sources()
     comparison = checked(tight, again, salt)
     assert comparison.same, comparison.differences
@@ -79,7 +82,7 @@ def test_two_ranks_save_and_load_their_own_halves(
     workers: tuple[Started, Started], tiny: Path, start_engine: Start, salt: str
 ) -> None:
     transfer = pool.connector(workers[0]["worker"])
-    both = EngineOptions(tiny, kv_transfer=transfer, tensor_parallel=2, cpus="0|1")
+    both = EngineOptions(tiny, kv_transfer=transfer, tensor_parallel=2, cpus="0|1", env=RESETTABLE)
     pair = start_engine("tp2", both)
     pair.wait()
     prompts = [tokens(31, 2000)]
@@ -87,7 +90,7 @@ def test_two_ranks_save_and_load_their_own_halves(
     before = statistics(workers[0])["pages_saved"]
     saved(pair, [tokens(32, 2000)], salt)
     until(lambda: statistics(workers[0])["pages_saved"] >= before + 2 * (2000 // 128), "both ranks have saved")
-    assert post(f"{pair.url}/reset_prefix_cache") is None
+    assert post(f"{pair.url}/reset_prefix_cache")["success"]
     counted = pair.sources()
     comparison = checked(pair, references, salt)
     assert (pair.sources() - counted).pool >= 2000 // 128 * 128
@@ -102,14 +105,14 @@ def test_a_reset_of_the_connectors_cache_ends_reuse_and_leaves_the_pages_of_othe
     workers: tuple[Started, Started], tiny: Path, start_engine: Start, salt: str
 ) -> None:
     transfer = pool.connector(workers[0]["worker"])
-    made = start_engine("reset", EngineOptions(tiny, kv_transfer=transfer, env={"VLLM_SERVER_DEV_MODE": "1"}))
+    made = start_engine("reset", EngineOptions(tiny, kv_transfer=transfer, env=RESETTABLE))
     made.wait()
     prompt = tokens(41, 1500)
     before = statistics(workers[0])["pages_saved"]
     saved(made, [prompt], salt)
     until(lambda: statistics(workers[0])["pages_saved"] >= before + 1500 // 128, "saved")
     pages = statistics(workers[0])["pages"]
-    assert post(f"{made.url}/reset_prefix_cache?reset_connector=true") is None
+    assert post(f"{made.url}/reset_prefix_cache?reset_external=true")["success"]
     seconds(made, prompt, salt)
     assert made.sources().pool == 0, "a new epoch finds nothing of the old one"
     assert statistics(workers[0])["pages"] >= pages
