@@ -37,18 +37,14 @@ REQUEST_TIMEOUT_S = 240.0
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """One generated position: log probabilities by token id, of the best candidates only."""
+    """One generated position: the token, and the log probabilities of the best candidates by token id."""
 
+    token: int
     candidates: Mapping[int, float]
 
     def ranked(self) -> list[tuple[int, float]]:
-        """The candidates, the best first; equal ones by token id, so that a tie has one order."""
-        return sorted(self.candidates.items(), key=lambda item: (-item[1], item[0]))
-
-    @property
-    def token(self) -> int:
-        """The greedy token."""
-        return self.ranked()[0][0]
+        """The candidates, the best first; of equal ones the token that was chosen."""
+        return sorted(self.candidates.items(), key=lambda item: (-item[1], item[0] != self.token))
 
     @property
     def margin(self) -> float:
@@ -185,8 +181,13 @@ class Api:
 
 
 def _positions(logprobs: Mapping[str, Any]) -> list[Position]:
-    """The answer's candidates; the names of tokens are `token_id:NUMBER`."""
-    return [Position({int(name.rpartition(":")[2]): p for name, p in top.items()}) for top in logprobs["top_logprobs"]]
+    """The answer's tokens and candidates; it names tokens `token_id:NUMBER`."""
+
+    def number(name: str) -> int:
+        return int(name.rpartition(":")[2])
+
+    pairs = zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True)
+    return [Position(number(token), {number(name): p for name, p in top.items()}) for token, top in pairs]
 
 
 def client() -> aiohttp.ClientSession:

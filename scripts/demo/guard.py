@@ -1,15 +1,18 @@
 """Stop process groups when the process that started them has gone, whatever way it went.
 
 A supervisor starts one guard and tells it on its standard input which sessions are alive: `+ID` when one starts, `-ID` when
-it has stopped. The end of that input means the supervisor is dead (a SIGKILL included); the guard then stops what is left.
+it has stopped, `dPATH` for a folder that goes with them. The end of that input means that the supervisor is dead (a SIGKILL
+included); the guard then stops what is left.
 Run with `python -I -S guard.py GRACE_S`: it needs the standard library only, so that it is up in a few milliseconds.
 """
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 POLL_S = 0.02
@@ -38,24 +41,23 @@ def send(session: int, number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def stop(sessions: list[int], grace_s: float) -> list[int]:
-    """SIGTERM to the sessions' leaders and their groups, then SIGKILL to what is left; the sessions that needed it."""
-    for session in sessions:
+def stop(graces_s: Mapping[int, float]) -> set[int]:
+    """SIGTERM to the sessions' groups, then SIGKILL to what is left after each one's grace; the sessions that needed it."""
+    for session in graces_s:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(session, signal.SIGTERM)
-    left = _wait(sessions, grace_s)
-    for session in left:
-        send(session, signal.SIGKILL)
-    _wait(left, KILLED_S)
-    return left
-
-
-def _wait(sessions: list[int], timeout_s: float) -> list[int]:
-    """Wait until the sessions are empty; those that are not."""
-    deadline = time.monotonic() + timeout_s
-    while (left := [session for session in sessions if members(session)]) and time.monotonic() < deadline:
+    started = time.monotonic()
+    left, killed = set(graces_s), set()
+    while left := {session for session in left if members(session)}:
+        passed_s = time.monotonic() - started
+        for session in left:
+            if passed_s > graces_s[session]:
+                killed.add(session)
+                send(session, signal.SIGKILL)
+        if passed_s > max(graces_s.values()) + KILLED_S:
+            break
         time.sleep(POLL_S)
-    return left
+    return killed
 
 
 def main() -> None:
@@ -63,13 +65,18 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     alive: set[int] = set()
+    folders: list[str] = []
     for line in sys.stdin:
-        session = int(line[1:])
-        if line[0] == "+":
-            alive.add(session)
+        sign, rest = line[0], line[1:].rstrip("\n")
+        if sign == "+":
+            alive.add(int(rest))
+        elif sign == "-":
+            alive.discard(int(rest))
         else:
-            alive.discard(session)
-    stop(sorted(alive), float(sys.argv[1]))
+            folders.append(rest)
+    stop(dict.fromkeys(alive, float(sys.argv[1])))
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,8 @@ class Recipe:
     seed: int = 0
     vocab_size: int = 2048
     positions_max: int = 32768
+    # With 1.0, one wrong block of 128 tokens among 3,000 changes no token of `small`; with 1.6 it changes a fifth of them,
+    # while other chunk boundaries move the log probabilities by 0.03 at most.
     attention_gain: float = 1.6
     logit_std: float = 1.0
     # The corpus is the standard library of the interpreter that makes the model.

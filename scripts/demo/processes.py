@@ -29,6 +29,8 @@ from demo import guard
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.05
 LOG_LINES = 25
+# A vLLM that is told to stop while it starts waits for ever for its own children, so the grace is short for those.
+STARTING_GRACE_S = 3.0
 
 
 class DemoError(Exception):
@@ -56,6 +58,7 @@ class Running:
     process: subprocess.Popen[bytes]
     log: Path
     started: float = field(default_factory=time.monotonic)
+    ready: bool = False
 
     def died(self) -> str | None:
         """Why the program is no longer there, with the end of its log; None while it runs."""
@@ -80,6 +83,7 @@ class Running:
                 raise DemoError(f"{self.name} not ready after {timeout_s:g} s; the end of {self.log}:\n{self.tail()}")
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(POLL_S)
+        self.ready = True
         return time.monotonic() - self.started
 
 
@@ -139,6 +143,7 @@ class Supervisor:
     def cleanup(self, folder: Path) -> None:
         """Remove this folder at the end, whatever the programs left in it."""
         self._folders.append(folder)
+        self._tell("d", folder)
 
     def check(self) -> None:
         """Raise when one of the programs has died."""
@@ -148,17 +153,20 @@ class Supervisor:
 
     def stop(self, *programs: Running) -> None:
         """Stop these programs, all at the same time."""
-        sessions = [running.process.pid for running in programs]
+        graces_s = {
+            running.process.pid: self.grace_s if running.ready else min(self.grace_s, STARTING_GRACE_S)
+            for running in programs
+        }
         with _uninterrupted():
             # A member of the session may outlive its leader, so the session is asked, not the leader alone.
-            killed = guard.stop(sessions, self.grace_s)
+            killed = guard.stop(graces_s)
             for running in programs:
                 running.process.wait()
                 self._tell("-", running.process.pid)
                 if running in self.running:
                     self.running.remove(running)
         for running in programs:
-            if running.process.pid in killed:
+            if running.ready and running.process.pid in killed:
                 print(f"{running.name} did not stop within {self.grace_s:g} s and was killed", file=sys.stderr)
 
     def close(self) -> None:
@@ -172,10 +180,10 @@ class Supervisor:
             self._guard.kill()  # It has nothing left to guard.
             self._guard.communicate()
 
-    def _tell(self, sign: str, session: int) -> None:
+    def _tell(self, sign: str, what: int | Path) -> None:
         assert self._guard.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._guard.stdin.write(f"{sign}{session}\n".encode())
+            self._guard.stdin.write(f"{sign}{what}\n".encode())
             self._guard.stdin.flush()
 
 

@@ -126,6 +126,9 @@ PARENT = """
     sys.path.insert(0, sys.argv[1])
     from demo.processes import Supervisor, ready_file, terminated_as_exit
     with terminated_as_exit(), Supervisor(pathlib.Path(sys.argv[2]), grace_s=5.0) as supervisor:
+        folder = pathlib.Path(sys.argv[2]) / "sockets"
+        folder.mkdir()
+        supervisor.cleanup(folder)
         for name in ("one", "two"):
             ready = pathlib.Path(sys.argv[2]) / name
             code = "import pathlib, signal, sys; pathlib.Path(sys.argv[1]).touch(); signal.pause()"
@@ -148,4 +151,4 @@ def test_nothing_survives_its_supervisor(tmp_path: Path, number: signal.Signals,
         assert not any(gone(pid) for pid in pids)
         os.kill(parent.pid, number)
         assert parent.wait(30) == status
-    until(lambda: all(gone(pid) for pid in pids))
+    until(lambda: all(gone(pid) for pid in pids) and not (tmp_path / "sockets").exists())
