@@ -80,6 +80,7 @@ def _hub_snapshot(model: str, revision: str | None) -> Path:
 
 def facts(vllm_config: Any, kv_cache_config: Any, epoch: str, tenant: str) -> dict[str, Any]:
     """All that determines a page's bytes besides tokens and the place in the model. Call once the engine has started."""
+    import vllm
     from vllm.platforms import current_platform
     from vllm.v1.core import kv_cache_utils
 
@@ -96,9 +97,10 @@ def facts(vllm_config: Any, kv_cache_config: Any, epoch: str, tenant: str) -> di
         "quantization": str(model.quantization),
         "kv_cache_dtype": str(cache.cache_dtype),
         "block_tokens": kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        # The order of bytes inside a head block is the attention backend's own, so another release may change it.
+        "engine": ["vllm", vllm.__version__],
         "layout": [current_platform.device_type, str(kv_cache_config.kv_cache_layout), str(backend)],
         "hash": [str(cache.prefix_caching_hash_algo), kv_cache_utils.NONE_HASH.hex()],
-        "max_model_len_rope": str(getattr(model, "rope_scaling", None)),
     }
 
 
