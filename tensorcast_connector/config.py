@@ -7,6 +7,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,11 +30,14 @@ UNIX_PATH_BYTES_MAX = 107  # sun_path is 108 bytes with its terminating zero
 SLAB_BYTES = 64 << 20  # also the largest page
 SLOT_ALIGN_BYTES = 4096
 ARENA_BYTES_MIN = 1 << 20
+NAME_CHARS_MAX = 128
 FETCH_PAGES_PER_REQUEST = 16
 FETCH_CONNECTIONS_PER_PEER = 2
 FETCH_TIMEOUT_S = 10.0
 LOCATE_TIMEOUT_S = 0.25
 ANNOUNCE_KEYS_PER_MESSAGE = 4096
+ANNOUNCE_INTERVAL_S = 1.0  # when nothing changes
+ANNOUNCE_RETRY_S = 0.1
 SOURCE_HINTS_MAX = 200_000
 
 # --- store ------------------------------------------------------------------------------------------------------------
@@ -62,11 +66,11 @@ def parse_size(text: str, name: str) -> int:
     Raises:
         ConfigError: naming `name` and the value.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*", text)
     unit = _SIZE_UNITS.get(match.group(2).lower()) if match else None
     if match is None or unit is None:
         raise ConfigError(f"{name}={text!r} is not a size; write for example 512MiB or 4GiB")
-    return int(float(match.group(1)) * unit)
+    return int(Decimal(match.group(1)) * unit)
 
 
 def parse_address(text: str, name: str) -> Address:
@@ -77,7 +81,7 @@ def parse_address(text: str, name: str) -> Address:
     """
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
-        if not path.startswith("/"):
+        if not path.startswith("/") or "\0" in path:
             raise ConfigError(
                 f"{name}={text!r}: a Unix socket needs an absolute path, for example unix:/run/tensorcast/w.sock"
             )
@@ -88,7 +92,7 @@ def parse_address(text: str, name: str) -> Address:
         return Address("unix", path=path)
     host, colon, port = text.removeprefix("tcp:").rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
+    if not colon or not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise ConfigError(f"{name}={text!r} is not an address; write unix:/path, host:port or [ipv6]:port")
     return Address("tcp", host=host, port=int(port))
 
@@ -151,7 +155,7 @@ def config_from_file(kind: type[T], path: str, overrides: Mapping[str, Any]) -> 
     raw: dict[str, Any] = {}
     if path:
         try:
-            raw = tomllib.loads(Path(path).read_text())
+            raw = tomllib.loads(Path(path).read_bytes().decode())
         except OSError as error:
             raise ConfigError(f"config file {path}: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -162,9 +166,9 @@ def config_from_file(kind: type[T], path: str, overrides: Mapping[str, Any]) -> 
             raise unknown_key(key, names, f"config file {path}")
         if key == "arena_bytes" and isinstance(value, str):
             value = raw[key] = parse_size(value, f"config file {path}: {key}")
-        expected = int if key == "arena_bytes" else str
+        expected, what = (int, 'a size, for example "4GiB"') if key == "arena_bytes" else (str, "text in quotes")
         if not isinstance(value, expected) or isinstance(value, bool):
-            raise ConfigError(f"config file {path}: {key}={value!r} should be a {expected.__name__}")
+            raise ConfigError(f"config file {path}: {key}={value!r} should be {what}")
     return kind(**{**raw, **{key: value for key, value in overrides.items() if value is not None}})
 
 
@@ -206,6 +210,6 @@ class ConnectorConfig:
                 f"{where}: worker={extra['worker']!r} must be a Unix socket (unix:/path): the arena is shared memory of one host"
             )
         config = cls(**extra)
-        if config.lookup_deadline_s <= 0 or config.min_load_blocks < 1:
+        if not config.lookup_deadline_s > 0 or config.min_load_blocks < 1:
             raise ConfigError(f"{where}: lookup_deadline_s must be above 0 and min_load_blocks at least 1")
         return config

@@ -6,20 +6,21 @@ arena is mapped before the first request goes out, and old mappings stay valid f
 """
 
 import asyncio
+import contextlib
 import logging
 import mmap
 import os
 import random
 import threading
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tensorcast_connector.config import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, STORE_TIMEOUT_S
-from tensorcast_connector.errors import TensorcastError, Unavailable
+from tensorcast_connector.errors import DeadlineExceeded, ProtocolError, TensorcastError, Unavailable
 from tensorcast_connector.net.descriptors import receive_arena
-from tensorcast_connector.net.rpc import RpcClient
+from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.net.transport import Network
 from tensorcast_connector.types import Address
 from tensorcast_connector.wire.messages import (
@@ -41,7 +42,6 @@ from tensorcast_connector.wire.messages import (
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,44 +63,54 @@ class Attachment:
     """
 
     def __init__(self, network: Network, worker: Address, name: str, instance: AttachInstance | None = None) -> None:
-        self._network = network
         self._worker = worker
         self._name = name
         self._instance = instance
         self._mapping: Mapping | None = None
-        self._loop = asyncio.new_event_loop()
-        self._client: RpcClient | None = None
         self._warned = False
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._client = RpcClient(
+            network, worker, "engine", name, random.Random(),
+            on_connected=self._on_connected, on_disconnected=self._on_disconnected,
+        )  # fmt: skip
         self._thread = threading.Thread(target=self._run, name="tensorcast", daemon=True)
-        self._started = threading.Event()
         self._thread.start()
-        self._started.wait()
 
     def __repr__(self) -> str:
         return f"<Attachment {self._worker} {'up' if self.connected else 'down'}>"
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._client = RpcClient(
-            self._network, self._worker, "engine", self._name, random.Random(),
-            on_connected=self._on_connected, on_disconnected=self._on_disconnected,
-        )  # fmt: skip
-        self._loop.call_soon(self._client.start)
+        """The thread. Whatever ends it, everything that waits for it is told."""
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # cancels what is left at its end
+                runner.run(self._serve())
+        except BaseException:
+            logger.exception("the connection to the worker failed; serving without the pool")
+        finally:
+            self._mapping = None
+
+    async def _serve(self) -> None:
         self._loop.call_later(2 * STORE_TIMEOUT_S, self._warn_if_never_connected)
-        self._loop.call_soon(self._started.set)
-        self._loop.run_forever()
+        self._client.start()
+        try:
+            await self._stop.wait()
+        finally:
+            await self._client.close()
 
     def _warn_if_never_connected(self) -> None:
         if not self.connected and not self._warned:
             self._warned = True
-            logger.warning("no worker at %s; serving without the pool until there is one", self._worker)
+            logger.warning("no worker (%s); serving without the pool until there is one", self._client.error)
 
     async def _on_connected(self, client: RpcClient) -> None:
-        descriptor, info = await asyncio.to_thread(receive_arena, self._worker.path, self._name)
+        descriptor, info = await receive_arena(self._worker.path, self._name)
         try:
             if info.worker_id != client.server_id:
                 raise Unavailable("the worker was restarted meanwhile")
             memory = memoryview(mmap.mmap(descriptor, info.arena_bytes))
+        except (OSError, ValueError, OverflowError) as error:
+            raise Unavailable(f"cannot map the arena of {self._worker}: {error}") from error
         finally:
             os.close(descriptor)
         if self._instance is not None:
@@ -111,14 +121,14 @@ class Attachment:
 
     def _on_disconnected(self, error: TensorcastError) -> None:
         self._mapping = None
-        if not self._warned:
+        if not self._warned and not self._stop.is_set():
             self._warned = True
             logger.warning("lost the worker (%s); serving without the pool until it is back", error)
 
     @property
     def connected(self) -> bool:
         """Whether requests have a chance."""
-        return self._client is not None and self._client.connected
+        return self._mapping is not None
 
     @property
     def mapping(self) -> Mapping:
@@ -135,22 +145,47 @@ class Attachment:
     def describe(self, instance: AttachInstance) -> None:
         """Changes what is listed about this engine, now and at every reconnect."""
         self._instance = instance
-        if self.connected:
-            self._forget(self._submit(instance, Ok, STORE_TIMEOUT_S))
+        self._tell(instance)
 
     # --- requests ---
 
-    def _submit(self, message: Message, expected: type[M], timeout_s: float) -> "Future[M]":
-        assert self._client is not None
-        return self._run_on_loop(self._client.call(message, expected, timeout_s))
+    def _submit(
+        self, message: Message, expected: type[M], timeout_s: float, mapping: Mapping | None = None
+    ) -> "Future[M]":
+        """Sends from the loop's thread, unless the worker's run is no longer the one that `mapping` belongs to."""
+        result: Future[M] = Future()
+        if not self._thread.is_alive():
+            result.set_exception(Unavailable(f"not attached to {self._worker}"))
+            return result
 
-    def _run_on_loop(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        async def exchange() -> M:
+            if mapping is not None and mapping is not self._mapping:
+                raise Unavailable("the worker was restarted meanwhile")
+            return await self._client.call(message, expected, timeout_s)
 
-    @staticmethod
-    def _forget(future: "Future[Any]") -> None:
-        # The result is of no use to us, and a failure means that the worker has forgotten us anyway.
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        work = exchange()
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # the loop was closed this very moment
+            work.close()
+            result.set_exception(Unavailable(f"not attached to {self._worker}"))
+            return result
+
+    def _ask(self, message: Message, expected: type[M], timeout_s: float, mapping: Mapping | None = None) -> M:
+        future = self._submit(message, expected, timeout_s, mapping)
+        try:
+            return future.result(1.5 * timeout_s)  # the loop's own deadline comes first, while there is a loop
+        except CancelledError:
+            raise Unavailable("detached from the worker") from None
+        except TimeoutError:
+            future.cancel()
+            raise DeadlineExceeded(f"{self._worker} did not answer within {timeout_s:g} s") from None
+
+    def _tell(self, message: Message) -> None:
+        """Never waits, never fails: when it does not arrive, the worker has forgotten us anyway."""
+        if self.connected:
+            future = self._submit(message, Ok, STORE_TIMEOUT_S)
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def lookup(
         self, lookup_id: str, keyspaces: Sequence[bytes], hashes: Sequence[bytes], timeout_s: float
@@ -160,8 +195,8 @@ class Attachment:
 
     def release(self, hold_ids: Sequence[str]) -> None:
         """Ends holds; never waits, never fails."""
-        if hold_ids and self.connected:
-            self._forget(self._submit(Release(list(hold_ids)), Ok, STORE_TIMEOUT_S))
+        if hold_ids:
+            self._tell(Release(list(hold_ids)))
 
     def acquire(self, hold_id: str, keyspace: bytes, hashes: Sequence[bytes], mapping: Mapping) -> list[memoryview]:
         """The leading pages that could be had, in place in the arena and held under `hold_id`. Waits.
@@ -169,9 +204,8 @@ class Attachment:
         Raises:
             TensorcastError: none could be asked for.
         """
-        reply = self._submit(Acquire(hold_id, keyspace, list(hashes)), Acquired, LOAD_TIMEOUT_S).result()
-        self._check(mapping)
-        return [mapping.memory[offset : offset + length] for offset, length in reply.ranges]
+        reply = self._ask(Acquire(hold_id, keyspace, list(hashes)), Acquired, LOAD_TIMEOUT_S, mapping)
+        return [_range(mapping, offset, length) for offset, length in reply.ranges]
 
     def reserve(
         self, keyspace: bytes, hashes: Sequence[bytes], page_bytes: int, mapping: Mapping
@@ -181,11 +215,10 @@ class Attachment:
         Raises:
             TensorcastError: none could be asked for.
         """
-        reply = self._submit(Reserve(keyspace, list(hashes), page_bytes), Reserved, SAVE_TIMEOUT_S).result()
-        self._check(mapping)
+        reply = self._ask(Reserve(keyspace, list(hashes), page_bytes), Reserved, SAVE_TIMEOUT_S, mapping)
         if len(reply.offsets) != len(hashes):
-            raise Unavailable(f"the worker answered {len(reply.offsets)} slots for {len(hashes)} pages")
-        return [None if offset < 0 else mapping.memory[offset : offset + page_bytes] for offset in reply.offsets]
+            raise ProtocolError(f"the worker answered {len(reply.offsets)} slots for {len(hashes)} pages")
+        return [None if offset < 0 else _range(mapping, offset, page_bytes) for offset in reply.offsets]
 
     def commit(self, keyspace: bytes, hashes: Sequence[bytes], digests: Sequence[int]) -> None:
         """Makes written pages readable. Waits.
@@ -193,12 +226,12 @@ class Attachment:
         Raises:
             TensorcastError: they will not be; the worker gives the memory back when the connection ends.
         """
-        self._submit(Commit(keyspace, list(hashes), list(digests)), Ok, SAVE_TIMEOUT_S).result()
+        self._ask(Commit(keyspace, list(hashes), list(digests)), Ok, SAVE_TIMEOUT_S)
 
     def abort(self, keyspace: bytes, hashes: Sequence[bytes]) -> None:
         """Gives reserved pages back; never waits, never fails."""
-        if hashes and self.connected:
-            self._forget(self._submit(Abort(keyspace, list(hashes)), Ok, STORE_TIMEOUT_S))
+        if hashes:
+            self._tell(Abort(keyspace, list(hashes)))
 
     def statistics(self) -> dict[str, Any]:
         """What the worker counts. Waits.
@@ -206,19 +239,17 @@ class Attachment:
         Raises:
             TensorcastError: it did not answer.
         """
-        return self._submit(GetStatistics(), Statistics, STORE_TIMEOUT_S).result().values
-
-    def _check(self, mapping: Mapping) -> None:
-        # An answer of a restarted worker speaks of another arena than the one mapped before the question.
-        if self._mapping is not mapping:
-            raise Unavailable("the worker was restarted meanwhile")
+        return self._ask(GetStatistics(), Statistics, STORE_TIMEOUT_S).values
 
     def close(self) -> None:
-        """Detaches; the worker releases everything held and reserved by us."""
-        if self._client is not None and self._thread.is_alive():
-            try:
-                self._run_on_loop(self._client.close()).result(timeout=STORE_TIMEOUT_S)
-            finally:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join(timeout=STORE_TIMEOUT_S)
-                self._loop.close()
+        """Detaches, at once in every state; the worker releases everything held and reserved by us. Idempotent."""
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # it ended this very moment
+                self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(timeout=STORE_TIMEOUT_S)
+
+
+def _range(mapping: Mapping, offset: int, length: int) -> memoryview:
+    if not 0 <= offset <= offset + length <= mapping.memory.nbytes:
+        raise ProtocolError(f"the worker named {length} bytes at {offset} of an arena of {mapping.memory.nbytes}")
+    return mapping.memory[offset : offset + length]

@@ -11,7 +11,7 @@ No I/O, no clock: recency is the order of calls. The bytes themselves are not to
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from tensorcast_connector.errors import ProtocolError
@@ -54,7 +54,7 @@ class Segments:
         self._slab_bytes = arena_bytes // count // slot_align_bytes * slot_align_bytes
         assert self._slab_bytes > 0
         self._slabs = [_Slab() for _ in range(count)]
-        self._free_slabs = list(range(count - 1, -1, -1))
+        self._free_slabs = list(reversed(range(count)))
         self._with_room: dict[int, set[int]] = {}  # slot size -> slabs with a free slot
         self._pages: dict[bytes, _Page] = {}
         self._evictable: dict[int, OrderedDict[bytes, None]] = {}  # slot size -> committed, unheld pages, oldest first
@@ -80,19 +80,29 @@ class Segments:
         page = self._pages.get(key)
         return None if page is None else page.owner
 
-    def hold(self, holder: Hashable, key: bytes) -> ByteRange | None:
-        """Keeps a committed page in place for `holder`, once however often it asks; None if it is not committed."""
-        page = self._pages.get(key)
-        if page is None or page.owner is not None:
-            return None
-        held = self._holds.setdefault(holder, {})
-        if key not in held:
-            held[key] = None
-            if page.holds == 0:
-                slab = self._slabs[page.slab]
-                del self._evictable[slab.slot_bytes][key]
-                slab.busy += 1
-            page.holds += 1
+    def hold(self, holder: Hashable, keys: Iterable[bytes]) -> list[bytes]:
+        """Keeps committed pages in place for `holder`, once however often it asks; returns those that are not committed."""
+        held = self._holds.get(holder, {})
+        missing: list[bytes] = []
+        for key in keys:  # hundreds of them in a lookup
+            page = self._pages.get(key)
+            if page is None or page.owner is not None:
+                missing.append(key)
+            elif key not in held:
+                held[key] = None
+                if page.holds == 0:
+                    slab = self._slabs[page.slab]
+                    del self._evictable[slab.slot_bytes][key]
+                    slab.busy += 1
+                page.holds += 1
+        if held:
+            self._holds[holder] = held
+        return missing
+
+    def range(self, key: bytes) -> ByteRange:
+        """Where a committed page is; it stays there while it is held."""
+        page = self._pages[key]
+        assert page.owner is None
         return ByteRange(page.offset, page.length)
 
     def release(self, holder: Hashable) -> None:
@@ -160,14 +170,6 @@ class Segments:
         """Gives back everything `owner` has reserved."""
         for key in list(self._reserved.get(owner, ())):
             self.abort(owner, key)
-
-    def drop(self, key: bytes) -> bool:
-        """Removes a committed page that nobody holds."""
-        page = self._pages.get(key)
-        if page is None or page.owner is not None or page.holds:
-            return False
-        self._evict(page)
-        return True
 
     def take_evicted(self) -> list[bytes]:
         """Pages evicted since the last call, for announcing."""

@@ -1,5 +1,7 @@
-"""Receiving a file descriptor over a Unix socket, which asyncio's streams cannot do: one short blocking exchange."""
+"""Receiving a file descriptor over a Unix socket, which asyncio's streams cannot do: a short exchange of its own."""
 
+import asyncio
+import contextlib
 import os
 import socket
 
@@ -19,47 +21,66 @@ from tensorcast_connector.wire.messages import (
 )
 
 
-def _receive_exactly(sock: socket.socket, count: int, start: bytes = b"") -> bytes:
-    data = bytearray(start)
-    while len(data) < count:
-        part = sock.recv(count - len(data))
-        if not part:
-            raise Unavailable("the worker closed the connection")
-        data += part
-    return bytes(data)
-
-
-def _receive_reply(sock: socket.socket, start: bytes = b"") -> Frame:
-    header = decode_header(_receive_exactly(sock, HEADER_BYTES, start))
-    return Frame(header.kind, header.request_id, _receive_exactly(sock, header.body_bytes))
-
-
-def receive_arena(path: str, name: str) -> tuple[int, ArenaInfo]:
+async def receive_arena(path: str, name: str) -> tuple[int, ArenaInfo]:
     """The arena's file descriptor (the caller closes it) and what it is.
 
     Raises:
         Unavailable: no worker there, or it went away.
         ProtocolError: what is there is no worker.
     """
-
-    def request(message: Message, request_id: int) -> bytes:
-        return encode_frame(Kind.REQUEST, request_id, encode(message))
-
-    descriptors: list[int] = []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(CONNECT_TIMEOUT_S)
+    loop = asyncio.get_running_loop()
+    with contextlib.ExitStack() as on_error, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)
         try:
-            sock.connect(path)
-            sock.sendall(request(Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION, "engine", name), 1))
-            result_of(_receive_reply(sock), Welcome)
-            sock.sendall(request(MapArena(), 2))
-            first, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
-            if len(descriptors) != 1:
-                result_of(_receive_reply(sock, first), ArenaInfo)
-                raise ProtocolError("the worker did not pass its arena")
-            return descriptors.pop(), result_of(_receive_reply(sock), ArenaInfo)
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await loop.sock_connect(sock, path)
+                await loop.sock_sendall(
+                    sock, _request(Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION, "engine", name), 1)
+                )
+                result_of(await _receive_reply(sock), Welcome)
+                await loop.sock_sendall(sock, _request(MapArena(), 2))
+                await _readable(sock)
+                # What is read here is the byte that carries the descriptor, or the first byte of an error.
+                first, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
+                for descriptor in descriptors:
+                    on_error.callback(os.close, descriptor)
+                    os.set_inheritable(descriptor, False)  # recv_fds takes no MSG_CMSG_CLOEXEC
+                if len(descriptors) != 1:
+                    result_of(await _receive_reply(sock, first), ArenaInfo)
+                    raise ProtocolError("the worker did not pass its arena")
+                info = result_of(await _receive_reply(sock), ArenaInfo)
+        except TimeoutError as error:
+            raise Unavailable(f"unix:{path} did not pass its arena within {CONNECT_TIMEOUT_S:g} s") from error
         except OSError as error:
             raise Unavailable(f"cannot map the arena of unix:{path}: {error.strerror or error}") from error
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+        on_error.pop_all()
+        return descriptors[0], info
+
+
+def _request(message: Message, request_id: int) -> bytes:
+    return encode_frame(Kind.REQUEST, request_id, encode(message))
+
+
+async def _readable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(sock.fileno(), ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(sock.fileno())
+
+
+async def _receive_exactly(sock: socket.socket, count: int, start: bytes = b"") -> bytes:
+    data = bytearray(start)
+    while len(data) < count:
+        part = await asyncio.get_running_loop().sock_recv(sock, count - len(data))
+        if not part:
+            raise Unavailable("the worker closed the connection")
+        data += part
+    return bytes(data)
+
+
+async def _receive_reply(sock: socket.socket, start: bytes = b"") -> Frame:
+    header = decode_header(await _receive_exactly(sock, HEADER_BYTES, start))
+    return Frame(header.kind, header.request_id, await _receive_exactly(sock, header.body_bytes))

@@ -1,28 +1,31 @@
-"""Requests and replies over a Stream: ids, deadlines, cancellation, limits, reconnecting with backoff.
+"""Requests and replies over a Stream, the server's side: hello, deadlines, cancellation, limits.
 
-A server answers requests of one connection concurrently and in any order. A client that gives up sends CANCEL, and a
-connection that ends cancels all it had asked for.
+A server answers requests of one connection concurrently and in any order. A client (rpc_client.py) that gives up sends
+CANCEL, and a connection that ends cancels all it had asked for.
 """
 
 import asyncio
 import inspect
 import logging
-import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from tensorcast_connector.config import (
-    CONNECT_TIMEOUT_S,
+    HELLO_BYTES_MAX,
     HELLO_TIMEOUT_S,
-    RECONNECT_DELAY_MAX_S,
-    RECONNECT_DELAY_MIN_S,
     REQUESTS_IN_FLIGHT_MAX,
 )
-from tensorcast_connector.errors import DeadlineExceeded, ProtocolError, TensorcastError, Unavailable, error_from_code
-from tensorcast_connector.net.transport import Network, Stream
-from tensorcast_connector.types import Address
+from tensorcast_connector.errors import (
+    DeadlineExceeded,
+    Exhausted,
+    ProtocolError,
+    TensorcastError,
+    Unavailable,
+    error_from_code,
+)
+from tensorcast_connector.net.transport import Stream
 from tensorcast_connector.wire.frames import (
     HEADER_BYTES,
     Frame,
@@ -39,8 +42,10 @@ from tensorcast_connector.wire.messages import (
     Hello,
     Message,
     Welcome,
+    decode,
     encode,
     failure_decoder,
+    hello_decoder,
     reply_decoder,
 )
 
@@ -104,24 +109,40 @@ async def accept(stream: Stream, server: str, server_id: str) -> Hello:
 
     Raises:
         ProtocolError: garbage, silence, or no common version; the peer has been told.
-        Unavailable: the peer left.
+        Unavailable: the peer left without a word.
     """
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            header, frame = await receive_frame(stream)
-        if header.kind is not Kind.REQUEST or header.payload_bytes:
-            raise ProtocolError("the first message must be Hello")
-        hello = msgspec.msgpack.decode(frame.body, type=Hello)
+            frame = await _first_frame(stream)
+        if frame.kind is not Kind.REQUEST:
+            raise ProtocolError(f"the first message must be Hello, not a {frame.kind.name}")
+        hello = decode(hello_decoder, frame.body, "the first message must be Hello;")
         stream.write(encode_frame(Kind.REPLY, frame.request_id, encode(welcome(hello, server, server_id))))
     except TimeoutError:
         raise ProtocolError(f"no hello within {HELLO_TIMEOUT_S:g} s") from None
-    except (msgspec.DecodeError, ProtocolError) as error:
-        why = ProtocolError(
-            f"the first message must be Hello: {error}" if isinstance(error, msgspec.DecodeError) else str(error)
-        )
-        stream.write(encode_frame(Kind.ERROR, 0, encode(Failure(why.code, str(why)))))
-        raise why from None
+    except ProtocolError as error:
+        raise _told(stream, error) from None
     return hello
+
+
+async def _first_frame(stream: Stream) -> Frame:
+    decoder = FrameDecoder(HELLO_BYTES_MAX)
+    arrived = False
+    while data := await stream.receive():
+        arrived = True
+        if frames := decoder.feed(data):
+            if len(frames) > 1 or not decoder.empty:
+                raise ProtocolError("a caller sends nothing more until its hello is answered")
+            return frames[0]
+    if arrived:
+        decoder.feed_eof()
+    raise Unavailable(f"{stream.peer} left without a word")
+
+
+def _told(stream: Stream, error: ProtocolError) -> ProtocolError:
+    """`error`, after the peer was told; request id 0 speaks of the whole connection."""
+    stream.write(encode_frame(Kind.ERROR, 0, encode(Failure(error.code, str(error)))))
+    return error
 
 
 class Connection:
@@ -134,19 +155,27 @@ class Connection:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
-        """Until the peer leaves or breaks the protocol."""
+        """Until the peer leaves or breaks the protocol.
+
+        Raises:
+            Unavailable: it left in the middle of something.
+            ProtocolError: it broke the protocol; it has been told.
+        """
         decoder = FrameDecoder()
         try:
             while data := await self._stream.receive():
                 for frame in decoder.feed(data):
                     self._dispatch(frame)
+                    # A peer that does not read its replies is not read either, so they cannot pile up here.
+                    await self._stream.send(b"")
             decoder.feed_eof()
         except ProtocolError as error:
-            self._stream.write(encode_frame(Kind.ERROR, 0, encode(Failure(error.code, str(error)))))
-            raise
+            raise _told(self._stream, error) from None
         finally:
-            for task in self._tasks.values():
+            tasks = list(self._tasks.values())
+            for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._session.close()
 
     def _dispatch(self, frame: Frame) -> None:
@@ -156,50 +185,56 @@ class Connection:
             return
         if frame.kind is not Kind.REQUEST:
             raise ProtocolError(f"a client sends requests and cancels, not {frame.kind.name}")
+        if frame.request_id in self._tasks:
+            raise ProtocolError(f"request id {frame.request_id} is in use")
         try:
-            message = self._service.decoder.decode(frame.body)
-        except msgspec.DecodeError as error:
-            self._fail(frame.request_id, ProtocolError(f"message not understood: {error}"))
-            return
-        if len(self._tasks) >= REQUESTS_IN_FLIGHT_MAX:
-            self._stream.write(
-                encode_frame(Kind.ERROR, frame.request_id, encode(Failure("exhausted", "too many requests in flight")))
-            )
-            return
-        try:
-            result = self._session.handle(message)
-        except TensorcastError as error:
-            self._fail(frame.request_id, error)
+            if len(self._tasks) >= REQUESTS_IN_FLIGHT_MAX:
+                raise Exhausted(f"more than {REQUESTS_IN_FLIGHT_MAX} requests in flight")
+            result = self._session.handle(decode(self._service.decoder, frame.body))
+        except Exception as error:
+            self._answer(frame.request_id, _as_failure(error))
             return
         if inspect.isawaitable(result):
             self._spawn(frame, result)
         else:
-            self._reply(frame.request_id, result)
+            self._answer(frame.request_id, result)
 
     def _spawn(self, frame: Frame, result: Awaitable[Message]) -> None:
+        def ended(_: asyncio.Task[None]) -> None:
+            del self._tasks[frame.request_id]
+            if inspect.iscoroutine(result):
+                result.close()  # cancelled before its first step; otherwise this does nothing
+
         task = asyncio.get_running_loop().create_task(self._finish(frame, result))
         self._tasks[frame.request_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(frame.request_id, None))
+        task.add_done_callback(ended)
 
     async def _finish(self, frame: Frame, result: Awaitable[Message]) -> None:
+        reply: Message
         try:
-            async with asyncio.timeout(frame.timeout_ms / 1000 if frame.timeout_ms else None):
+            async with asyncio.timeout(frame.timeout_ms / 1000 if frame.timeout_ms else None) as deadline:
                 reply = await result
-        except TimeoutError:
-            self._fail(frame.request_id, DeadlineExceeded(f"not done within {frame.timeout_ms} ms"))
-        except TensorcastError as error:
-            self._fail(frame.request_id, error)
         except Exception as error:
-            logger.exception("request failed")
-            self._fail(frame.request_id, TensorcastError(f"{type(error).__name__}: {error}"))
-        else:
-            self._reply(frame.request_id, reply)
+            if isinstance(error, TimeoutError) and deadline.expired():
+                error = DeadlineExceeded(f"not done within {frame.timeout_ms} ms")
+            reply = _as_failure(error)
+        self._answer(frame.request_id, reply)
 
-    def _reply(self, request_id: int, message: Message) -> None:
-        self._stream.write(encode_frame(Kind.REPLY, request_id, encode(message)))
+    def _answer(self, request_id: int, reply: Message) -> None:
+        kind = Kind.ERROR if isinstance(reply, Failure) else Kind.REPLY
+        try:
+            data = encode_frame(kind, request_id, encode(reply))
+        except Exception as error:  # larger than a frame, or not encodable
+            data = encode_frame(Kind.ERROR, request_id, encode(_as_failure(error)))
+        self._stream.write(data)
 
-    def _fail(self, request_id: int, error: TensorcastError) -> None:
-        self._stream.write(encode_frame(Kind.ERROR, request_id, encode(Failure(error.code, str(error)))))
+
+def _as_failure(error: Exception) -> Failure:
+    """What the caller is told. An error that is neither ours nor the caller's is a bug, and logged."""
+    if isinstance(error, TensorcastError):
+        return Failure(error.code, str(error))
+    logger.error("request failed", exc_info=error)
+    return Failure(TensorcastError.code, f"{type(error).__name__}: {error}")
 
 
 async def serve_stream(stream: Stream, service: Service) -> None:
@@ -215,155 +250,12 @@ def result_of(frame: Frame, expected: type[R]) -> R:
         TensorcastError: the error that the other side answered with.
         ProtocolError: the reply is not an `expected`.
     """
-    try:
-        if frame.kind is Kind.ERROR:
-            failure = failure_decoder.decode(frame.body)
-            raise error_from_code(failure.code, failure.message)
-        reply = reply_decoder.decode(frame.body)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"reply not understood: {error}") from error
+    if frame.kind is Kind.ERROR:
+        failure = decode(failure_decoder, frame.body, "error")
+        raise error_from_code(failure.code, failure.message)
+    if frame.kind is not Kind.REPLY:
+        raise ProtocolError(f"a server sends replies and errors, not {frame.kind.name}")
+    reply = decode(reply_decoder, frame.body, "reply")
     if not isinstance(reply, expected):
         raise ProtocolError(f"expected {expected.__name__}, got {type(reply).__name__}")
     return reply
-
-
-class RpcClient:
-    """A connection that keeps itself alive. `start` it once; calls while it is down fail at once with Unavailable."""
-
-    def __init__(
-        self,
-        network: Network,
-        address: Address,
-        role: str,
-        name: str,
-        chance: random.Random,
-        on_connected: Callable[["RpcClient"], Awaitable[None]] | None = None,
-        on_disconnected: Callable[[TensorcastError], None] | None = None,
-    ) -> None:
-        self._network = network
-        self._hello = Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION, role, name)
-        self._chance = chance
-        self._on_connected = on_connected
-        self._on_disconnected = on_disconnected
-        self._stream: Stream | None = None
-        self._pending: dict[int, asyncio.Future[Frame]] = {}
-        self._next_id = 1
-        self._task: asyncio.Task[None] | None = None
-        self._error: TensorcastError = Unavailable(f"not yet connected to {address}")
-        self._changed = asyncio.Event()
-        self.address = address
-        self.server_id = ""
-        self.connected = False
-
-    def __repr__(self) -> str:
-        return f"<RpcClient {self.address} {'connected' if self.connected else 'down'}, {len(self._pending)} pending>"
-
-    def start(self) -> None:
-        """Connects, and reconnects for ever, in the background."""
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run())
-
-    async def wait_connected(self, timeout_s: float) -> None:
-        """Until connected.
-
-        Raises:
-            TensorcastError: not within `timeout_s`; the last reason.
-        """
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not self.connected:
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            raise self._error from None
-
-    async def close(self) -> None:
-        """Ends the connection; pending calls fail with Unavailable."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
-
-    async def call(self, message: Message, expected: type[R], timeout_s: float) -> R:
-        """Sends `message` and waits for its reply.
-
-        Raises:
-            Unavailable: not connected, or the connection broke before the reply.
-            DeadlineExceeded: no reply within `timeout_s`; the request was cancelled.
-            TensorcastError: what the other side answered.
-        """
-        stream = self._stream
-        if stream is None:
-            raise Unavailable(str(self._error))
-        request_id = self._next_id
-        self._next_id += 1
-        future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-        self._pending[request_id] = future
-        stream.write(encode_frame(Kind.REQUEST, request_id, encode(message), max(1, int(timeout_s * 1000))))
-        try:
-            # The other side gives up first, so that its reason arrives; this is for when it is silent.
-            async with asyncio.timeout(timeout_s * 1.25):
-                frame = await future
-        except TimeoutError:
-            stream.write(encode_frame(Kind.CANCEL, request_id, b""))
-            raise DeadlineExceeded(f"{self.address} did not answer within {timeout_s:g} s") from None
-        except asyncio.CancelledError:
-            stream.write(encode_frame(Kind.CANCEL, request_id, b""))
-            raise
-        finally:
-            self._pending.pop(request_id, None)
-        return result_of(frame, expected)
-
-    async def _run(self) -> None:
-        delay_s = RECONNECT_DELAY_MIN_S
-        try:
-            while True:
-                try:
-                    async with asyncio.TaskGroup() as group:
-                        stream = await self._network.dial(self.address, CONNECT_TIMEOUT_S)
-                        try:
-                            reading = group.create_task(self._read(stream))
-                            await self._greet(stream)
-                            delay_s = RECONNECT_DELAY_MIN_S
-                            await asyncio.wait([reading])
-                        finally:
-                            stream.close()
-                except* TensorcastError as errors:
-                    self._down(errors.exceptions[0])
-                await asyncio.sleep(delay_s * self._chance.uniform(0.5, 1.0))
-                delay_s = min(delay_s * 2, RECONNECT_DELAY_MAX_S)
-        finally:
-            self._down(Unavailable(f"the client of {self.address} was closed"))
-
-    async def _greet(self, stream: Stream) -> None:
-        self._stream = stream
-        greeting = await self.call(self._hello, Welcome, HELLO_TIMEOUT_S)
-        self.server_id = greeting.server_id
-        if self._on_connected is not None:
-            await self._on_connected(self)
-        self.connected = True
-        self._changed.set()
-
-    async def _read(self, stream: Stream) -> None:
-        decoder = FrameDecoder()
-        while data := await stream.receive():
-            for frame in decoder.feed(data):
-                if frame.request_id == 0 and frame.kind is Kind.ERROR:
-                    result_of(frame, Message)
-                future = self._pending.get(frame.request_id)
-                if future is not None and not future.done():
-                    future.set_result(frame)
-        raise Unavailable(f"{self.address} closed the connection")
-
-    def _down(self, error: BaseException) -> None:
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        assert isinstance(error, TensorcastError)
-        was_connected, self.connected, self._stream, self._error = self.connected, False, None, error
-        for future in self._pending.values():
-            if not future.done():
-                future.set_exception(Unavailable(str(error)))
-        self._pending.clear()
-        self._changed.set()
-        if was_connected and self._on_disconnected is not None:
-            self._on_disconnected(error)

@@ -13,7 +13,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Stream(Protocol):
-    """An ordered byte stream to one peer. One task reads, one task writes at a time."""
+    """An ordered byte stream to one peer. One task reads at a time; any may write, and the bytes of one call stay together."""
 
     @property
     def peer(self) -> str:
@@ -51,7 +51,10 @@ class Stream(Protocol):
         """
 
     def close(self) -> None:
-        """Ends the stream both ways; pending receives raise Unavailable. Idempotent."""
+        """Ends the stream both ways; pending calls raise Unavailable. Idempotent.
+
+        What is already on its way still arrives; what only waits for a peer that does not read is dropped.
+        """
 
 
 OnStream = Callable[[Stream], Awaitable[None]]

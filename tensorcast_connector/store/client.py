@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable
 
 from tensorcast_connector.config import HEARTBEAT_INTERVAL_S, MEMBER_TTL_S, STORE_TIMEOUT_S
-from tensorcast_connector.errors import Conflict, NotFound, TensorcastError, Unavailable
-from tensorcast_connector.net.rpc import RpcClient
+from tensorcast_connector.errors import Conflict, NotFound, ProtocolError, TensorcastError
+from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.types import InstanceId, WorkerId
 from tensorcast_connector.wire.messages import (
     Alive,
@@ -81,32 +81,33 @@ class Membership:
                 if self._store_lost:
                     self._store_lost = False
                     logger.info("store %s is back", self._client.address)
-            except NotFound:
-                self._lease_id = 0  # expired while we or the store were away: register again at once
-                continue
             except Conflict:
                 # Our record from before the store's connection broke; its lease runs out within one ttl.
                 logger.info("waiting for the former lease of %s to run out", self._record.worker_id)
-            except (Unavailable, TensorcastError) as error:
+            except TensorcastError as error:
                 if not self._store_lost:
                     self._store_lost = True
                     logger.warning("store: %s; going on with the members known", error)
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     async def _beat(self) -> None:
-        if not self._lease_id:
+        revision = await self._renewed() if self._lease_id else None
+        if revision is None:
             granted = await self._client.call(RegisterWorker(self._record, MEMBER_TTL_S), LeaseGranted, STORE_TIMEOUT_S)
             self._lease_id = granted.lease_id
+            self._revision = -1  # of another store, maybe
             self._unlisted = set(self._instances)
             logger.info("joined the cluster as %s", self._record.worker_id)
             revision = granted.revision
-        else:
-            revision = (await self._client.call(KeepAlive(self._lease_id), Alive, STORE_TIMEOUT_S)).revision
         for instance_id in list(self._unlisted):
             record = self._instances.get(instance_id)
             request = RegisterInstance(record, self._lease_id) if record else RemoveInstance(instance_id)
-            await self._client.call(request, Ok, STORE_TIMEOUT_S)
-            self._unlisted.discard(instance_id)
+            try:
+                await self._client.call(request, Ok, STORE_TIMEOUT_S)
+            except ProtocolError as error:
+                logger.warning("engine %r is not listed: %s", instance_id, error)
+            if self._instances.get(instance_id) is record:  # else it changed meanwhile, and is told again
+                self._unlisted.discard(instance_id)
         if revision != self._revision:
             members = await self._client.call(ListMembers(), Members, STORE_TIMEOUT_S)
             self._revision = members.revision
@@ -114,3 +115,11 @@ class Membership:
             if workers != self.workers:
                 self.workers = workers
                 self._on_change(workers)
+
+    async def _renewed(self) -> int | None:
+        """The store's revision; None: the lease expired while we or the store were away."""
+        try:
+            return (await self._client.call(KeepAlive(self._lease_id), Alive, STORE_TIMEOUT_S)).revision
+        except NotFound:
+            self._lease_id = 0
+            return None

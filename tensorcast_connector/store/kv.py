@@ -65,7 +65,7 @@ class KvStore(Protocol):
         """All keys that start with `prefix`, in order, and the revision they were read at."""
 
     async def txn(self, compares: Sequence[Compare], operations: Sequence[Put | Delete]) -> TxnResult:
-        """Compare-and-swap over any keys, atomically.
+        """Compare-and-swap over any keys, atomically; all it writes has one revision, and nothing written is no revision.
 
         Raises:
             NotFound: a Put names a lease that does not exist.

@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from tensorcast_connector.errors import Conflict, ProtocolError
+from tensorcast_connector.config import NAME_CHARS_MAX, parse_address
+from tensorcast_connector.errors import ConfigError, Conflict, NotFound, ProtocolError
 from tensorcast_connector.net.rpc import serve_stream
 from tensorcast_connector.net.transport import Listener, Network, Stream
 from tensorcast_connector.store.kv import Compare, Delete, KvStore, Put
@@ -39,6 +40,12 @@ _decode_worker = msgspec.json.Decoder(WorkerRecord).decode
 _decode_instance = msgspec.json.Decoder(InstanceRecord).decode
 
 
+def _check_id(text: str) -> None:
+    """Ids are shown to people, one a line."""
+    if not text.isprintable() or not 0 < len(text) <= 2 * NAME_CHARS_MAX:
+        raise ProtocolError(f"{text[:40]!r} is no id: 1 to {2 * NAME_CHARS_MAX} printable characters")
+
+
 class Store:
     """A `Service`: all state is in the KV store, so any number of these can run over one."""
 
@@ -69,6 +76,11 @@ class Store:
     async def _register_worker(self, message: RegisterWorker) -> Message:
         if not 1 <= message.ttl_s <= TTL_MAX_S:
             raise ProtocolError(f"ttl_s={message.ttl_s} is not within 1..{TTL_MAX_S}")
+        _check_id(message.record.worker_id)
+        try:
+            parse_address(message.record.address, "address")
+        except ConfigError as error:
+            raise ProtocolError(str(error)) from None
         lease_id = await self._kv.lease_grant(message.ttl_s)
         key = WORKERS + message.record.worker_id
         done = await self._kv.txn([Compare(key, 0)], [Put(key, msgspec.json.encode(message.record), lease_id)])
@@ -79,6 +91,9 @@ class Store:
         return LeaseGranted(lease_id, done.revision)
 
     async def _register_instance(self, message: RegisterInstance) -> Message:
+        _check_id(message.record.instance_id)
+        if message.lease_id <= 0:
+            raise NotFound(f"lease {message.lease_id} does not exist")
         key = INSTANCES + message.record.instance_id
         await self._kv.txn([], [Put(key, msgspec.json.encode(message.record), message.lease_id)])
         logger.info("instance %s joined at worker %s", message.record.instance_id, message.record.worker_id)
@@ -86,7 +101,7 @@ class Store:
 
     async def _remove_instance(self, message: RemoveInstance) -> Message:
         await self._kv.txn([], [Delete(INSTANCES + message.instance_id)])
-        logger.info("instance %s left", message.instance_id)
+        logger.info("instance %r left", message.instance_id)
         return Ok()
 
     async def _keep_alive(self, message: KeepAlive) -> Message:

@@ -38,33 +38,50 @@ INSERT OR IGNORE INTO meta VALUES ('revision', 1), ('schema', 1);
 """
 
 
+def _open(path: Path) -> sqlite3.Connection:
+    db = None
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        path.chmod(0o600)
+        db = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+        # The leases in memory are those of one process: nobody else may use the file.
+        db.execute("PRAGMA locking_mode=EXCLUSIVE")
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=FULL")
+        db.executescript(_SCHEMA)
+        schema = db.execute("SELECT value FROM meta WHERE name='schema'").fetchone()[0]
+        db.execute("SELECT key, value, create_revision, mod_revision, lease_id FROM kv LIMIT 1").fetchall()
+        if schema != SCHEMA_VERSION:
+            raise ConfigError(f"store database {path} has schema {schema}, this version reads {SCHEMA_VERSION}")
+    except (OSError, sqlite3.Error, ConfigError) as error:
+        if db is not None:
+            db.close()
+        if isinstance(error, ConfigError):
+            raise
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+            raise ConfigError(f"store database {path}: another store uses it; give this one its own folder") from error
+        raise ConfigError(f"store database {path}: {error}; move it away to start with an empty one") from error
+    return db
+
+
 class SqliteKv:
     """See the module.
 
     Args:
         path: the database file; made private to the user (0600).
         now: a clock in seconds that goes on during suspend and never jumps.
+
+    Raises:
+        ConfigError: the file is no store database of this version, or another store uses it.
     """
 
     def __init__(self, path: Path, now: Callable[[], float]) -> None:
         self._now = now
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-sqlite")
         private_directory(path.parent)
-        try:
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-            path.chmod(0o600)
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            self._db.executescript(_SCHEMA)
-            schema = self._one("SELECT value FROM meta WHERE name='schema'")
-            leases: list[tuple[int, int]] = self._db.execute("SELECT id, ttl_s FROM lease").fetchall()
-        except (OSError, sqlite3.DatabaseError) as error:
-            raise ConfigError(f"store database {path}: {error}; move it away to start with an empty one") from error
-        if schema != SCHEMA_VERSION:
-            raise ConfigError(f"store database {path} has schema {schema}, this version reads {SCHEMA_VERSION}")
-        self._ttl_s = dict(leases)
-        self._deadline = {lease_id: now() + ttl_s for lease_id, ttl_s in leases}
+        self._db = _open(path)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-sqlite")
+        self._ttl_s: dict[int, int] = dict(self._db.execute("SELECT id, ttl_s FROM lease"))
+        self._deadline = {lease_id: now() + ttl_s for lease_id, ttl_s in self._ttl_s.items()}
 
     def __repr__(self) -> str:
         return f"<SqliteKv {len(self._deadline)} leases>"
@@ -84,10 +101,7 @@ class SqliteKv:
         return result
 
     async def _run(self, work: Callable[[], T], then: Callable[[T], None] = lambda _: None) -> T:
-        """`work` as one transaction, after what has expired was removed by another; `then` once it is durable.
-
-        All of it on the database thread, which therefore is the only one that touches the lease tables in memory.
-        """
+        """`work` as one transaction, after what has expired was removed by another; `then` once it is durable."""
 
         def on_thread() -> T:
             self._end_leases([each for each, deadline in self._deadline.items() if deadline <= self._now()])
@@ -95,8 +109,12 @@ class SqliteKv:
             then(result)
             return result
 
+        return await self._on_thread(on_thread)
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        """On the database thread, which therefore is the only one that touches the lease tables in memory."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, on_thread)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except sqlite3.Error as error:
             raise Unavailable(f"store database: {error}") from error
 
@@ -147,21 +165,24 @@ class SqliteKv:
                 row = self._db.execute("SELECT mod_revision FROM kv WHERE key = ?", (compare.key,)).fetchone()
                 if (row[0] if row else 0) != compare.mod_revision:
                     return TxnResult(False, self._revision())
-            revision = self._bump()
-            for operation in operations:
-                if isinstance(operation, Delete):
-                    self._db.execute("DELETE FROM kv WHERE key = ?", (operation.key,))
-                    continue
-                if operation.lease_id and operation.lease_id not in self._deadline:
-                    raise NotFound(f"lease {operation.lease_id} does not exist")
-                self._db.execute(
-                    "INSERT INTO kv VALUES (?1, ?2, ?3, ?3, ?4) "
-                    "ON CONFLICT(key) DO UPDATE SET value = ?2, mod_revision = ?3, lease_id = ?4",
-                    (operation.key, operation.value, revision, operation.lease_id),
-                )
-            return TxnResult(True, revision)
+            revision = self._revision() + 1
+            changes = [self._apply(operation, revision) for operation in operations]
+            return TxnResult(True, self._bump() if any(changes) else revision - 1)
 
         return await self._run(work)
+
+    def _apply(self, operation: Put | Delete, revision: int) -> bool:
+        """Whether it changed anything."""
+        if isinstance(operation, Delete):
+            return self._db.execute("DELETE FROM kv WHERE key = ?", (operation.key,)).rowcount > 0
+        if operation.lease_id and operation.lease_id not in self._deadline:
+            raise NotFound(f"lease {operation.lease_id} does not exist")
+        self._db.execute(
+            "INSERT INTO kv VALUES (?1, ?2, ?3, ?3, ?4) "
+            "ON CONFLICT(key) DO UPDATE SET value = ?2, mod_revision = ?3, lease_id = ?4",
+            (operation.key, operation.value, revision, operation.lease_id),
+        )
+        return True
 
     async def lease_grant(self, ttl_s: int) -> int:
         """See KvStore."""
@@ -193,12 +214,9 @@ class SqliteKv:
         def on_thread() -> None:
             self._end_leases([lease_id] if lease_id in self._deadline else [])
 
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, on_thread)
-        except sqlite3.Error as error:
-            raise Unavailable(f"store database: {error}") from error
+        await self._on_thread(on_thread)
 
     async def close(self) -> None:
         """See KvStore."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
+        await self._on_thread(self._db.close)
         self._thread.shutdown()

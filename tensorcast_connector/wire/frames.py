@@ -85,7 +85,7 @@ def check_magic(start: bytes | bytearray) -> None:
         ProtocolError: no frame starts like that.
     """
     if start[: len(MAGIC)] != MAGIC[: len(start)]:
-        raise ProtocolError(f"not a tensorcast connection: it starts with {bytes(start[:8])!r}, expected {MAGIC!r}")
+        raise ProtocolError(f"not a tensorcast connection: it starts with {bytes(start)!r}, expected {MAGIC!r}")
 
 
 def decode_header(data: bytes | bytearray, offset: int = 0) -> Header:
@@ -95,7 +95,8 @@ def decode_header(data: bytes | bytearray, offset: int = 0) -> Header:
         ProtocolError: wrong magic, version, kind or a length above its limit; says which.
     """
     magic, version, kind, body_bytes, request_id, timeout_ms, zero, payload_bytes = HEADER.unpack_from(data, offset)
-    check_magic(magic)
+    if magic != MAGIC:
+        check_magic(data[offset : offset + 8])
     if version != FRAME_VERSION:
         raise ProtocolError(f"frame version {version} is not supported; this side speaks version {FRAME_VERSION}")
     if not Kind.REQUEST <= kind <= Kind.CANCEL:
@@ -124,6 +125,11 @@ class FrameDecoder:
     def __repr__(self) -> str:
         return f"<FrameDecoder {len(self._buffer)} bytes waiting, {'in' if self._header else 'between'} frame(s)>"
 
+    @property
+    def empty(self) -> bool:
+        """Whether the bytes so far end with a frame."""
+        return self._header is None and not self._buffer
+
     def feed(self, data: bytes | memoryview) -> list[Frame]:
         """All frames completed by `data`.
 
@@ -138,7 +144,7 @@ class FrameDecoder:
             header = self._header
             if header is None:
                 if len(buffer) - at < HEADER_BYTES:
-                    check_magic(buffer[at : at + len(MAGIC)])
+                    check_magic(buffer[at : at + 8])
                     break
                 header = decode_header(buffer, at)
                 if header.payload_bytes:
@@ -162,6 +168,6 @@ class FrameDecoder:
         Raises:
             ProtocolError: it ended inside a frame.
         """
-        if self._buffer or self._header is not None:
+        if not self.empty:
             wanted = HEADER_BYTES if self._header is None else self._header.body_bytes
             raise ProtocolError(f"connection ended inside a frame: {len(self._buffer)} of {wanted} bytes arrived")

@@ -5,12 +5,15 @@ know and a newer one fills what is missing. A change that this cannot express ra
 hello negotiates.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from tensorcast_connector.errors import ProtocolError
+
 PROTOCOL_VERSION = 1
 PROTOCOL_VERSION_MIN = 1
+T = TypeVar("T")
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -280,3 +283,16 @@ _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 failure_decoder = msgspec.msgpack.Decoder(Failure)
+hello_decoder = msgspec.msgpack.Decoder(Hello)
+
+
+def decode(decoder: msgspec.msgpack.Decoder[T], body: bytes, what: str = "message") -> T:
+    """The message in `body`.
+
+    Raises:
+        ProtocolError: it holds none that `decoder` knows.
+    """
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:  # the latter for lists in lists in lists
+        raise ProtocolError(f"{what} not understood: {error}") from error

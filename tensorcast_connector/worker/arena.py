@@ -4,6 +4,7 @@ A memfd has no name, so nobody can open it who was not handed it, the kernel fre
 container's /dev/shm bounds it. The seal keeps a client from shrinking it under others.
 """
 
+import contextlib
 import fcntl
 import logging
 import mmap
@@ -29,7 +30,7 @@ def available_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys
         while True:
             limit = (folder / "memory.max").read_text().strip() if (folder / "memory.max").exists() else "max"
             if limit != "max":
-                used = int((folder / "memory.current").read_text())
+                used = int((folder / "memory.current").read_text()) - _reclaimable_bytes(folder)
                 available = min(available, max(0, int(limit) - used))
             if folder == cgroup or cgroup not in folder.parents:
                 break
@@ -37,6 +38,15 @@ def available_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys
     except (OSError, ValueError):
         logger.debug("no readable cgroup v2 memory limit")
     return available
+
+
+def _reclaimable_bytes(folder: Path) -> int:
+    """Cached file pages count as used by the cgroup, but the kernel gives them up when memory is wanted."""
+    for line in (folder / "memory.stat").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name == "inactive_file":
+            return int(value)
+    return 0
 
 
 class Arena:
@@ -83,9 +93,12 @@ class Arena:
                 return
 
     def close(self) -> None:
-        """Lets go of the memory; engines that still map it keep it until they let go."""
+        """Lets go of the memory; engines that still map it keep it until they let go. May be called twice."""
         self._stop.set()
         self._touching.join()
         self.view.release()
-        self._map.close()
-        os.close(self.descriptor)
+        with contextlib.suppress(BufferError):  # a page is still being copied: the memory goes with its last view
+            self._map.close()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1

@@ -7,8 +7,9 @@ to the fetching of missing pages. All methods run on the event loop.
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -22,15 +23,35 @@ from tensorcast_connector.types import KEYSPACE_BYTES, PageKey, WorkerId, page_k
 from tensorcast_connector.worker.arena import Arena
 
 logger = logging.getLogger(__name__)
-Holder = tuple[int, str]
-"""A connection and the name it gave the hold."""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """What a connection asked to hold under one name: pages, block by block, and which of them are not here."""
+
+    session: int
+    hold_id: str
+    keys: list[PageKey]
+    keyspaces: int
+    missing: list[PageKey] = field(default_factory=list)
+
+    @property
+    def leading_blocks(self) -> int:
+        """Leading blocks that are here in every keyspace."""
+        return self.blocks_before(self.missing)
+
+    def blocks_before(self, gaps: Sequence[PageKey]) -> int:
+        """Leading blocks without any of `gaps`, which are in the order of `keys`."""
+        if not self.keyspaces:
+            return 0
+        return (self.keys.index(gaps[0]) if gaps else len(self.keys)) // self.keyspaces
 
 
 class Elsewhere(Protocol):
     """The other workers."""
 
-    async def locate(self, keys: Sequence[bytes]) -> list[WorkerId | None]:
-        """A worker to read each key from; None: nobody has it, or the home did not answer in time."""
+    async def locate(self, keys: Sequence[bytes], avoid: Mapping[bytes, WorkerId]) -> list[WorkerId | None]:
+        """A worker to read each key from, not the one to avoid; None: nobody has it, or the home did not answer in time."""
 
     async def fetch(self, keys: Sequence[bytes], source: WorkerId) -> None:
         """Brings pages into the local arena by `Pages.receive`; those that fail stay missing."""
@@ -41,9 +62,10 @@ class Elsewhere(Protocol):
 
 def check_keys(keyspaces: Sequence[bytes], block_hashes: Sequence[bytes]) -> None:
     """Raises ProtocolError or Exhausted for keys that cannot be."""
-    if any(len(each) != KEYSPACE_BYTES for each in keyspaces):
+    if set(map(len, keyspaces)) - {KEYSPACE_BYTES}:
         raise ProtocolError(f"a keyspace has {KEYSPACE_BYTES} bytes")
-    if any(not 8 <= len(each) <= 64 for each in block_hashes):
+    lengths = set(map(len, block_hashes))
+    if lengths and not 8 <= min(lengths) <= max(lengths) <= 64:
         raise ProtocolError("a block hash has 8 to 64 bytes")
     if len(keyspaces) * len(block_hashes) > KEYS_PER_MESSAGE_MAX:
         raise Exhausted(
@@ -58,6 +80,7 @@ class Pages:
         self._arena = arena
         self._segments = segments
         self._hints: OrderedDict[bytes, WorkerId] = OrderedDict()  # where a lookup found a page; advice only
+        self._wanted: dict[bytes, list[Held]] = {}  # who waits for a page to arrive
         self._fetching: dict[bytes, asyncio.Task[None]] = {}
         self._holds_of: dict[int, set[str]] = {}
         self._next_send = 0
@@ -72,91 +95,103 @@ class Pages:
 
     # --- reading, for engines ---
 
-    async def lookup(
-        self, session: int, lookup_id: str, keyspaces: Sequence[bytes], hashes: Sequence[bytes]
-    ) -> tuple[int, int]:
-        """(leading blocks that can be had in every keyspace, of which this many are local); holds the local ones."""
+    def hold_local(self, session: int, hold_id: str, keyspaces: Sequence[bytes], hashes: Sequence[bytes]) -> Held:
+        """Holds the pages that are here; at once, so that what the connection asks for next finds it done."""
         check_keys(keyspaces, hashes)
-        self.release(session, lookup_id)
-        local = 0
-        missing: list[PageKey] = []
-        blocks: list[list[PageKey]] = [[page_key(space, each) for space in keyspaces] for each in hashes]
-        for keys in blocks:
-            absent = [key for key in keys if not self._hold(session, lookup_id, key)]
-            if not absent and not missing:
-                local += 1
-            missing += absent
-        if not missing or self.elsewhere is None:
-            return local, local
-        found = dict(zip(missing, await self.elsewhere.locate(missing), strict=True))
-        usable = local
-        for keys in blocks[local:]:
-            if any(key in found and found[key] is None and not self._segments.resident(key) for key in keys):
-                break
-            usable += 1
-        for key, source in found.items():
+        held = Held(session, hold_id, [page_key(space, each) for each in hashes for space in keyspaces], len(keyspaces))
+        self._holds_of.setdefault(session, set()).add(hold_id)
+        self._hold(held)
+        return held
+
+    async def locate(self, held: Held) -> int:
+        """How many leading blocks can be had, here or elsewhere."""
+        if self.elsewhere is None:
+            return held.leading_blocks
+        located = await self.elsewhere.locate(held.missing, {})
+        nowhere: list[PageKey] = []
+        for key, source in zip(held.missing, located, strict=True):
             if source is not None:
                 self._hints[key] = source
                 self._hints.move_to_end(key)
+            elif not self._segments.resident(key):
+                nowhere.append(key)
         while len(self._hints) > SOURCE_HINTS_MAX:
             self._hints.popitem(last=False)
-        return usable, local
+        return held.blocks_before(nowhere)
 
-    async def acquire(
-        self, session: int, hold_id: str, keyspace: bytes, hashes: Sequence[bytes]
-    ) -> list[tuple[int, int]]:
-        """(offset, length) of each leading page, resident and held under `hold_id`; stops at the first that cannot be had."""
-        check_keys([keyspace], hashes)
-        keys = [page_key(keyspace, each) for each in hashes]
-        await self._make_resident(keys)
-        ranges: list[tuple[int, int]] = []
-        for key in keys:
-            held = self._segments.hold((session, hold_id), key)
-            if held is None:
-                break
-            self._holds_of.setdefault(session, set()).add(hold_id)
-            ranges.append((held.offset, held.length))
-        self.counters["pages_loaded"] += len(ranges)
-        return ranges
+    async def fetch(self, held: Held) -> None:
+        """Fetches what is missing, and holds it as it arrives: fetching one page must not evict another."""
+        for key in held.missing:
+            self._wanted.setdefault(key, []).append(held)
+        try:
+            await self._make_resident(held.missing)
+        finally:
+            for key in held.missing:
+                self._wanted[key].remove(held)
+                if not self._wanted[key]:
+                    del self._wanted[key]
+        self._hold(held)
+
+    def ranges(self, held: Held) -> list[tuple[int, int]]:
+        """(offset, length) of each leading page."""
+        leading = held.keys[: held.leading_blocks * held.keyspaces]
+        self.counters["pages_loaded"] += len(leading)
+        ranges = [self._segments.range(key) for key in leading]
+        return [(each.offset, each.length) for each in ranges]
 
     def release(self, session: int, hold_id: str) -> None:
-        """Ends a hold."""
+        """Ends a hold, also one that still waits for pages."""
         self._segments.release((session, hold_id))
         self._holds_of.get(session, set()).discard(hold_id)
 
-    def _hold(self, session: int, hold_id: str, key: bytes) -> bool:
-        if self._segments.hold((session, hold_id), key) is None:
-            return False
-        self._holds_of.setdefault(session, set()).add(hold_id)
-        return True
+    def _hold(self, held: Held) -> None:
+        if held.hold_id in self._holds_of.get(held.session, ()):  # else it was released meanwhile
+            missing = self._segments.hold((held.session, held.hold_id), held.keys)
+            held.missing = [PageKey(key) for key in missing]
+        else:
+            held.missing = held.keys
 
     async def _make_resident(self, keys: Sequence[PageKey]) -> None:
-        if self.elsewhere is None:
-            return
-        missing = [key for key in keys if not self._segments.resident(key) and key not in self._fetching]
-        unknown = [key for key in missing if key not in self._hints]
+        """Makes two attempts: a page that was no longer where it had been found is located once more."""
+        tried: dict[bytes, WorkerId] = {}
+        for _ in range(2):
+            # What an engine here is writing is left to it.
+            keys = [
+                key for key in keys
+                if key in self._fetching or (self._segments.owner(key) is None and not self._segments.resident(key))
+            ]  # fmt: skip
+            keys = await self._fetch(keys, tried)
+
+    async def _fetch(self, missing: Sequence[PageKey], tried: dict[bytes, WorkerId]) -> list[PageKey]:
+        """One attempt; returns the pages that somebody was asked for. Notes in `tried` who that was."""
+        if self.elsewhere is None or not missing:
+            return []
+        sources = {key: self._hints.pop(key) for key in missing if key in self._hints}
+        unknown = [key for key in missing if key not in sources and key not in self._fetching]
         if unknown:
-            for key, source in zip(unknown, await self.elsewhere.locate(unknown), strict=True):
-                if source is not None:
-                    self._hints[key] = source
+            located = await self.elsewhere.locate(unknown, tried)
+            sources |= {key: source for key, source in zip(unknown, located, strict=True) if source is not None}
         groups: dict[WorkerId, list[PageKey]] = {}
-        for key in missing:
+        for key, source in sources.items():
             # Asked again after the wait: another request may have begun to fetch it meanwhile.
-            if key in self._hints and key not in self._fetching and not self._segments.resident(key):
-                groups.setdefault(self._hints.pop(key), []).append(key)
+            if key not in self._fetching and not self._segments.resident(key):
+                groups.setdefault(source, []).append(key)
+                tried[key] = source
         for source, wanted in groups.items():
             task = asyncio.get_running_loop().create_task(self.elsewhere.fetch(wanted, source))
-            for key in wanted:
-                self._fetching[key] = task
+            self._fetching.update(dict.fromkeys(wanted, task))
             task.add_done_callback(partial(self._fetched, wanted))
-        waiting = {self._fetching[key] for key in keys if key in self._fetching}
-        if waiting:
+        asked = [key for key in missing if key in self._fetching]
+        if asked:
             # A fetch serves every request that wants the page, so it outlives the one that began it.
-            await asyncio.wait(waiting)
+            await asyncio.wait({self._fetching[key] for key in asked})
+        return asked
 
-    def _fetched(self, keys: Sequence[bytes], _: asyncio.Task[None]) -> None:
+    def _fetched(self, keys: Sequence[bytes], task: asyncio.Task[None]) -> None:
         for key in keys:
             self._fetching.pop(key, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("fetching %d pages failed", len(keys), exc_info=error)
 
     # --- writing, for engines ---
 
@@ -172,7 +207,9 @@ class Pages:
         if len(hashes) != len(digests):
             raise ProtocolError(f"{len(hashes)} pages but {len(digests)} digests")
         keys = [page_key(keyspace, each) for each in hashes]
-        added = [key for key, digest in zip(keys, digests, strict=True) if self._segments.commit(session, key, digest)]
+        # Last page first, as in Segments.release: the start of a chain is evicted after its end.
+        pages = reversed(list(zip(keys, digests, strict=True)))
+        added = [key for key, digest in pages if self._segments.commit(session, key, digest)]
         self.counters["pages_saved"] += len(added)
         self._announce(added)
 
@@ -185,7 +222,7 @@ class Pages:
         """The connection is gone: so are its holds and reservations."""
         for hold_id in self._holds_of.pop(session, set()):
             self._segments.release((session, hold_id))
-        self._segments.abort_all([session])
+        self._segments.abort_all(session)
 
     # --- other workers ---
 
@@ -194,16 +231,17 @@ class Pages:
         """See net.bulk.PageSource."""
         self._next_send += 1
         holder = ("send", self._next_send)
-        pages: list[PageBytes | None] = []
-        for key in keys:
-            held = self._segments.hold(holder, key)
-            data = self._arena.view[held.offset : held.end] if held else None
-            pages.append(PageBytes(data, self._segments.digest(key)) if data is not None else None)
+        gone = set(self._segments.hold(holder, keys))
         try:
+            pages = [None if key in gone else self._page(key) for key in keys]
             yield pages
             self.counters["pages_sent"] += sum(1 for page in pages if page)
         finally:
             self._segments.release(holder)
+
+    def _page(self, key: bytes) -> PageBytes:
+        where = self._segments.range(key)
+        return PageBytes(self._arena.view[where.offset : where.end], self._segments.digest(key))
 
     def receive(self, owner: str, key: bytes, length: int) -> memoryview | None:
         """Memory for a page that is being fetched; None: no room, or it came another way."""
@@ -219,21 +257,35 @@ class Pages:
             self._segments.abort(owner, key)
             return False
         self._segments.commit(owner, key, digest)
+        for held in self._wanted.get(key, ()):
+            if held.hold_id in self._holds_of.get(held.session, ()):
+                self._segments.hold((held.session, held.hold_id), [key])
         self.counters["pages_fetched"] += 1
         self._announce([key])
         return True
 
     def give_up(self, owner: str) -> None:
         """A fetch ended; what it reserved and did not complete is free again."""
-        self._segments.abort_all([owner])
+        self._segments.abort_all(owner)
 
     def _announce(self, added: Sequence[bytes]) -> None:
         if self.elsewhere is not None:
             self.elsewhere.changed(added)
 
+    async def close(self) -> None:
+        """Ends the fetches under way."""
+        fetches = set(self._fetching.values())
+        for task in fetches:
+            task.cancel()
+        await asyncio.gather(*fetches, return_exceptions=True)
+
     def take_evicted(self) -> list[bytes]:
         """Pages evicted since the last call."""
         return self._segments.take_evicted()
+
+    def resident(self, key: bytes) -> bool:
+        """Whether the page can be read here."""
+        return self._segments.resident(key)
 
     def inventory(self) -> list[bytes]:
         """All pages that can be read."""

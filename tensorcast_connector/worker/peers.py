@@ -1,25 +1,27 @@
 """The other workers, seen from one: the home of page locations, announcing to it, and fetching pages."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tensorcast_connector.config import (
+    ANNOUNCE_INTERVAL_S,
     ANNOUNCE_KEYS_PER_MESSAGE,
+    ANNOUNCE_RETRY_S,
     FETCH_CONNECTIONS_PER_PEER,
     FETCH_PAGES_PER_REQUEST,
-    FETCH_TIMEOUT_S,
     LOCATE_TIMEOUT_S,
     STORE_TIMEOUT_S,
     parse_address,
 )
 from tensorcast_connector.core.catalog import Catalog
 from tensorcast_connector.core.placement import choose_source, home_of_pages
-from tensorcast_connector.errors import TensorcastError, Unavailable
+from tensorcast_connector.errors import ConfigError, ProtocolError, TensorcastError, Unavailable
 from tensorcast_connector.net.bulk import BulkClient
-from tensorcast_connector.net.rpc import RpcClient
+from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.net.transport import Network
 from tensorcast_connector.types import WorkerId
 from tensorcast_connector.wire.messages import Announce, Locate, Located, Ok, WorkerRecord
@@ -37,10 +39,11 @@ class Peers:
         self._pages = pages
         self._network = network
         self._chance = chance
-        self._records: dict[WorkerId, WorkerRecord] = {self._id: me}
+        self._members: set[WorkerId] = {self._id}
         self._clients: dict[WorkerId, RpcClient] = {}
         self._bulk: dict[WorkerId, BulkClient] = {}
-        self._home: WorkerId | None = self._id
+        self._closing: set[asyncio.Task[None]] = set()
+        self._home = self._id
         self._added: list[bytes] = []
         self._wake = asyncio.Event()
         self._reset = True
@@ -48,42 +51,47 @@ class Peers:
         self._fetches = itertools.count()
         self.catalog = Catalog()
 
+    def __repr__(self) -> str:
+        return f"<Peers of {self._id}: {len(self._clients)} others, home {self._home}>"
+
     def start(self) -> None:
         """Begins to announce."""
         self._announcing = asyncio.get_running_loop().create_task(self._announce_for_ever())
 
     async def close(self) -> None:
-        """Closes all connections."""
+        """Closes all connections; fetches under way fail."""
         if self._announcing is not None:
             self._announcing.cancel()
             await asyncio.gather(self._announcing, return_exceptions=True)
-        for client in self._clients.values():
-            await client.close()
-        for bulk in self._bulk.values():
-            bulk.close()
+        for worker_id in list(self._clients):
+            self._disconnect(worker_id)
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def members_changed(self, workers: dict[WorkerId, WorkerRecord]) -> None:
+    def members_changed(self, workers: Mapping[WorkerId, WorkerRecord]) -> None:
         """The cluster has changed: connects to who is new, forgets who left, and announces anew to a new home."""
-        # A worker whose own lease lapsed for a moment still knows itself.
-        self._records = {**workers, self._id: self._me}
-        for gone in set(self._clients) - set(self._records):
-            asyncio.get_running_loop().create_task(self._clients.pop(gone).close())
-            if bulk := self._bulk.pop(gone, None):
-                bulk.close()
-        for worker_id, record in self._records.items():
+        for gone in set(self._clients) - set(workers):
+            self._disconnect(gone)
+        for worker_id, record in workers.items():
             if worker_id != self._id and worker_id not in self._clients:
                 self._connect(worker_id, record)
-        self.catalog.keep_only(self._records)
-        home = home_of_pages(self._records)
+        # A worker whose own lease lapsed for a moment still knows itself.
+        self._members = {self._id, *self._clients}
+        self.catalog.keep_only(self._members)
+        home = home_of_pages(self._members) or self._id
         if home != self._home:
             logger.info("pages are located by %s now", home)
+            if self._home == self._id:
+                self.catalog.keep_only([])  # the new home is told everything anew; nothing stale may stay here
             self._home = home
             self._reset = True
-            self.catalog.keep_only([])  # whoever is the home now is told everything anew
             self._wake.set()
 
     def _connect(self, worker_id: WorkerId, record: WorkerRecord) -> None:
-        address = parse_address(record.address, f"address of worker {worker_id}")
+        try:
+            address = parse_address(record.address, f"address of worker {worker_id}")
+        except ConfigError as error:
+            logger.warning("a member that cannot be reached: %s", error)
+            return
 
         async def connected(_: RpcClient) -> None:
             # A home that restarted, or that we lost for a while, may have missed something: tell it everything.
@@ -95,26 +103,55 @@ class Peers:
         self._clients[worker_id] = client
         self._bulk[worker_id] = BulkClient(self._network, address, self._me.worker_id, FETCH_CONNECTIONS_PER_PEER)
 
+    def _disconnect(self, worker_id: WorkerId) -> None:
+        self._bulk.pop(worker_id).close()
+        task = asyncio.get_running_loop().create_task(self._clients.pop(worker_id).close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    # --- the index, while this worker is the home ---
+
+    def index(self) -> Catalog:
+        """Where pages are.
+
+        Raises:
+            Unavailable: another worker is the home, as far as this one knows; the caller learns of it too, or we do.
+        """
+        if self._home != self._id:
+            raise Unavailable(f"{self._id} does not locate pages, {self._home} does")
+        return self.catalog
+
+    def announced(self, message: Announce) -> None:
+        """Another worker says what it holds.
+
+        Raises:
+            Unavailable: this is not the home, or does not know that worker yet; it tries again.
+            NotFound: see Catalog.announce.
+        """
+        worker = WorkerId(message.worker_id)
+        if worker not in self._members:
+            raise Unavailable(f"{worker} is not known here yet")
+        self.index().announce(worker, message.reset, message.added, message.removed)
+
     # --- locating ---
 
-    async def locate(self, keys: Sequence[bytes]) -> list[WorkerId | None]:
+    async def locate(self, keys: Sequence[bytes], avoid: Mapping[bytes, WorkerId]) -> list[WorkerId | None]:
         """See Elsewhere."""
-        home = self._home
-        if home == self._id:
-            holders: Sequence[Sequence[str]] = self.catalog.locate(keys)
-        elif home is None or home not in self._clients:
-            return [None] * len(keys)
+        holders: Sequence[Sequence[str]]
+        if self._home == self._id:
+            holders = self.catalog.locate(keys)
         else:
             try:
-                holders = (await self._clients[home].call(Locate(list(keys)), Located, LOCATE_TIMEOUT_S)).workers
+                located = await self._clients[self._home].call(Locate(list(keys)), Located, LOCATE_TIMEOUT_S)
+                holders = located.workers
+                if len(holders) != len(keys):
+                    raise ProtocolError(f"{len(holders)} answers for {len(keys)} pages")
             except TensorcastError as error:
                 logger.debug("locating %d pages failed: %s", len(keys), error)
                 return [None] * len(keys)
-            if len(holders) != len(keys):
-                return [None] * len(keys)
         reachable = {worker_id for worker_id, client in self._clients.items() if client.connected}
         return [
-            choose_source(key, [WorkerId(each) for each in who if each in reachable]) if who else None
+            choose_source(key, [WorkerId(each) for each in who if each in reachable and each != avoid.get(key)])
             for key, who in zip(keys, holders, strict=True)
         ]
 
@@ -137,28 +174,20 @@ class Peers:
 
     async def _fetch_part(self, keys: Sequence[bytes], bulk: BulkClient) -> None:
         owner = f"fetch/{next(self._fetches)}"
-        memory: dict[int, memoryview] = {}
-        scratch: dict[int, memoryview] = {}
+        memory: memoryview | None = None
 
-        def target(index: int, length: int) -> memoryview | None:
-            found = self._pages.receive(owner, keys[index], length)
-            if found is not None:
-                memory[index] = found
-                return found
+        def target(index: int, length: int) -> memoryview:
+            nonlocal memory
+            memory = self._pages.receive(owner, keys[index], length)
             # Another way was faster, or there is no room: the bytes are on their way all the same.
-            scratch[index] = memoryview(bytearray(length))
-            return scratch[index]
+            return memoryview(bytearray(length)) if memory is None else memory
 
         def done(index: int, digest: int) -> None:
-            scratch.pop(index, None)
-            if index in memory:
-                self._pages.received(owner, keys[index], memory.pop(index), digest)
+            if memory is not None:
+                self._pages.received(owner, keys[index], memory, digest)
 
         try:
-            async with asyncio.timeout(FETCH_TIMEOUT_S):
-                await bulk.fetch(keys, target, done)
-        except TimeoutError as error:
-            raise Unavailable(f"{bulk.address} did not deliver within {FETCH_TIMEOUT_S:g} s") from error
+            await bulk.fetch(keys, target, done)
         finally:
             self._pages.give_up(owner)
 
@@ -166,42 +195,49 @@ class Peers:
 
     def changed(self, added: Sequence[bytes]) -> None:
         """See Elsewhere."""
-        self._added += added
+        if not self._reset:  # else everything will be told
+            self._added += added
         self._wake.set()
 
     async def _announce_for_ever(self) -> None:
+        """Tells the home of every change at once, and now and then of none, which finds out that it has forgotten us."""
         while True:
-            await self._wake.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ANNOUNCE_INTERVAL_S):
+                    await self._wake.wait()
             self._wake.clear()
-            removed = self._pages.take_evicted()
-            added, self._added = self._added, []
-            reset, self._reset = self._reset, False
-            if reset:
-                added = self._pages.inventory()
-                removed = []
-            elif not added and not removed:
-                continue
             try:
-                await self._announce(reset, added, removed)
+                await self._announce()
             except TensorcastError as error:
                 logger.debug("announcing to %s failed: %s", self._home, error)
-                self._reset = True  # told in full when the home is connected again, or another is chosen
+                self._reset = True
+                await asyncio.sleep(ANNOUNCE_RETRY_S)
 
-    async def _announce(self, reset: bool, added: list[bytes], removed: list[bytes]) -> None:
-        gone = set(removed)
-        # A page evicted and saved again within one batch is there: only the last state counts.
-        still = set(self._pages.inventory()) & gone if gone & set(added) else set()
-        removed = [key for key in removed if key not in still]
-        added = [key for key in added if key not in gone or key in still]
+    async def _announce(self) -> None:
+        removed = self._pages.take_evicted()
+        added, self._added = self._added, []
+        reset, self._reset = self._reset, False
+        home = self._home
+        if reset:
+            if home != self._id and not self._clients[home].connected:
+                raise Unavailable(f"not connected to {home}")
+            added, removed = self._pages.inventory(), []
+        elif removed and added:
+            # A page evicted and saved again, or saved and evicted again: only the last state counts.
+            gone = set(removed)
+            still = {key for key in gone.intersection(added) if self._pages.resident(key)}
+            added = [key for key in added if key not in gone or key in still]
+            removed = [key for key in removed if key not in still]
         step = ANNOUNCE_KEYS_PER_MESSAGE
-        parts = range(0, max(len(added), len(removed), 1), step)
-        for at in parts:
+        for at in range(0, max(len(added), len(removed), 1), step):
             message = Announce(self._id, reset and at == 0, added[at : at + step], removed[at : at + step])
-            if self._home == self._id:
-                self.catalog.announce(self._id, message.reset, message.added, message.removed)
-            elif self._home in self._clients:
-                await self._clients[self._home].call(message, Ok, STORE_TIMEOUT_S)
+            if home != self._home:
+                return  # the new one is told everything
+            elif home == self._id:
+                self.announced(message)
+            else:
+                await self._clients[home].call(message, Ok, STORE_TIMEOUT_S)
 
     def statistics(self) -> dict[str, int | str]:
         """Counts for people and metrics."""
-        return {**self.catalog.statistics(), "home": self._home or "", "workers": len(self._records)}
+        return {**self.catalog.statistics(), "home": self._home, "workers": len(self._members)}

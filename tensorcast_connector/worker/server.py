@@ -2,13 +2,12 @@
 
 import logging
 import random
-import secrets
 from dataclasses import dataclass
 
-from tensorcast_connector.config import WorkerConfig, parse_address
+from tensorcast_connector.config import NAME_CHARS_MAX, SLAB_BYTES, SLOT_ALIGN_BYTES, WorkerConfig, parse_address
 from tensorcast_connector.core.segments import Segments
 from tensorcast_connector.errors import ConfigError
-from tensorcast_connector.net.rpc import RpcClient
+from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.net.transport import Listener, Network, Stream
 from tensorcast_connector.store.client import Membership
 from tensorcast_connector.types import Address, WorkerId
@@ -39,6 +38,7 @@ class Worker:
         await self.membership.close()
         for listener in self._listeners:
             await listener.close()
+        await self.pages.close()
         await self.peers.close()
         self._arena.close()
 
@@ -46,21 +46,29 @@ class Worker:
 async def start_worker(config: WorkerConfig, network: Network, chance: random.Random) -> Worker:
     """Starts a worker; it serves its engines at once and joins the cluster when the store answers.
 
+    Args:
+        chance: seeded by the system, since the incarnation in the worker's id is drawn from it.
+
     Raises:
         ConfigError: an address cannot be used, or the arena does not fit.
     """
-    if not config.name or "/" in config.name:
-        raise ConfigError(f"name={config.name!r}: a worker needs a name without slashes")
+    if not config.name.isprintable() or not config.name or "/" in config.name or len(config.name) > NAME_CHARS_MAX:
+        raise ConfigError(
+            f"name={config.name!r}: a worker needs a name of at most {NAME_CHARS_MAX} characters without slashes"
+        )
     store = parse_address(config.store, "store")
     listen = parse_address(config.listen, "listen")
-    socket = parse_address(f"unix:{config.socket}", "socket")
+    socket = parse_address(f"unix:{config.socket.removeprefix('unix:')}", "socket")
+    advertise = parse_address(config.advertise, "advertise") if config.advertise else None
+    if advertise is not None and advertise.scheme == "tcp" and not advertise.port:
+        raise ConfigError(f"advertise={config.advertise!r}: port 0 is any port, which nobody can dial")
     if listen.host in ("0.0.0.0", "::") and not config.advertise:
         raise ConfigError(
             f"listen={config.listen!r} is every interface; say with advertise=HOST:PORT what other workers dial"
         )
     arena = Arena(config.arena_bytes, available_memory_bytes())
-    pages = Pages(arena, Segments(config.arena_bytes))
-    worker_id = WorkerId(f"{config.name}/{secrets.token_hex(4)}")
+    pages = Pages(arena, Segments(config.arena_bytes, SLAB_BYTES, SLOT_ALIGN_BYTES))
+    worker_id = WorkerId(f"{config.name}/{chance.getrandbits(32):08x}")
     services: dict[str, PeerService | EngineService] = {}
     listeners: list[Listener] = []
 
@@ -72,7 +80,7 @@ async def start_worker(config: WorkerConfig, network: Network, chance: random.Ra
 
     try:
         listeners.append(await network.listen(listen, on_peer))
-        address = parse_address(config.advertise, "advertise") if config.advertise else listeners[0].address
+        address = advertise or listeners[0].address
         record = WorkerRecord(worker_id, config.name, str(address), config.arena_bytes)
         peers = Peers(record, pages, network, chance)
         pages.elsewhere = peers

@@ -7,12 +7,13 @@ from typing import Any
 
 import msgspec
 
-from tensorcast_connector.errors import ProtocolError
+from tensorcast_connector.config import KEYS_PER_MESSAGE_MAX
+from tensorcast_connector.errors import Exhausted, ProtocolError
 from tensorcast_connector.net.bulk import BULK_ROLE, serve_bulk
 from tensorcast_connector.net.rpc import Connection, accept, serve_stream
 from tensorcast_connector.net.transport import Stream
 from tensorcast_connector.store.client import Membership
-from tensorcast_connector.types import InstanceId, WorkerId
+from tensorcast_connector.types import InstanceId
 from tensorcast_connector.wire.messages import (
     Abort,
     Acquire,
@@ -39,7 +40,7 @@ from tensorcast_connector.wire.messages import (
     Statistics,
 )
 from tensorcast_connector.worker.arena import Arena
-from tensorcast_connector.worker.pages import Pages
+from tensorcast_connector.worker.pages import Held, Pages
 from tensorcast_connector.worker.peers import Peers
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,12 @@ class _EngineSession:
 
     def close(self) -> None:
         self._service.pages.end_session(self._id)
-        if self._instance is not None:
+        self._detach()
+
+    def _detach(self) -> None:
+        # An engine that has connected again is listed by its new connection, whatever becomes of the old one.
+        if self._instance is not None and self._service.listed_by.get(self._instance) == self._id:
+            del self._service.listed_by[self._instance]
             self._service.membership.remove_instance(self._instance)
 
     async def _map_arena(self, _: MapArena) -> Message:
@@ -72,7 +78,10 @@ class _EngineSession:
         return ArenaInfo(arena.bytes, self._service.server_id)
 
     def _attach(self, message: AttachInstance) -> Message:
+        if self._instance != message.instance_id:
+            self._detach()
         self._instance = InstanceId(message.instance_id)
+        self._service.listed_by[self._instance] = self._id
         self._service.membership.add_instance(
             InstanceRecord(
                 message.instance_id, self._service.server_id, message.engine, message.model, message.namespace
@@ -80,16 +89,21 @@ class _EngineSession:
         )
         return Ok()
 
-    async def _lookup(self, message: Lookup) -> Message:
-        blocks, local = await self._service.pages.lookup(
-            self._id, message.lookup_id, message.keyspaces, message.block_hashes
-        )
-        return LookupResult(blocks, local)
+    def _lookup(self, message: Lookup) -> Message | Awaitable[Message]:
+        self._service.pages.release(self._id, message.lookup_id)
+        held = self._service.pages.hold_local(self._id, message.lookup_id, message.keyspaces, message.block_hashes)
+        return self._locate(held) if held.missing else LookupResult(held.leading_blocks, held.leading_blocks)
 
-    async def _acquire(self, message: Acquire) -> Message:
-        return Acquired(
-            await self._service.pages.acquire(self._id, message.hold_id, message.keyspace, message.block_hashes)
-        )
+    async def _locate(self, held: Held) -> Message:
+        return LookupResult(await self._service.pages.locate(held), held.leading_blocks)
+
+    def _acquire(self, message: Acquire) -> Message | Awaitable[Message]:
+        held = self._service.pages.hold_local(self._id, message.hold_id, [message.keyspace], message.block_hashes)
+        return self._fetch(held) if held.missing else Acquired(self._service.pages.ranges(held))
+
+    async def _fetch(self, held: Held) -> Message:
+        await self._service.pages.fetch(held)
+        return Acquired(self._service.pages.ranges(held))
 
     def _release(self, message: Release) -> Message:
         for hold_id in message.hold_ids:
@@ -136,6 +150,7 @@ class EngineService:
         self.arena = arena
         self.pages = pages
         self.membership = membership
+        self.listed_by: dict[InstanceId, int] = {}  # engine -> the connection that lists it
         self._peers = peers
 
     def open_session(self, stream: Stream, hello: Hello) -> _EngineSession:
@@ -174,9 +189,11 @@ class PeerService:
     def handle(self, message: Any) -> Message:
         """See Session."""
         if isinstance(message, Locate):
-            return Located([list(each) for each in self._peers.catalog.locate(message.keys)])
+            if len(message.keys) > KEYS_PER_MESSAGE_MAX:
+                raise Exhausted(f"{len(message.keys)} keys in one request; the limit is {KEYS_PER_MESSAGE_MAX}")
+            return Located([list(each) for each in self._peers.index().locate(message.keys)])
         if isinstance(message, Announce):
-            self._peers.catalog.announce(WorkerId(message.worker_id), message.reset, message.added, message.removed)
+            self._peers.announced(message)
             return Ok()
         if isinstance(message, GetStatistics):
             return Statistics({**self._pages.statistics(), **self._peers.statistics()})

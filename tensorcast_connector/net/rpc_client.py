@@ -1,0 +1,202 @@
+"""Requests and replies over a Stream, the client's side: a connection that keeps itself alive."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from tensorcast_connector.config import (
+    CONNECT_TIMEOUT_S,
+    HELLO_TIMEOUT_S,
+    RECONNECT_DELAY_MAX_S,
+    RECONNECT_DELAY_MIN_S,
+)
+from tensorcast_connector.errors import DeadlineExceeded, TensorcastError, Unavailable
+from tensorcast_connector.net.rpc import result_of
+from tensorcast_connector.net.transport import Network, Stream
+from tensorcast_connector.types import Address
+from tensorcast_connector.wire.frames import Frame, FrameDecoder, Kind, encode_frame
+from tensorcast_connector.wire.messages import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Hello, Message, Welcome, encode
+
+logger = logging.getLogger(__name__)
+R = TypeVar("R", bound=Message)
+
+
+class RpcClient:
+    """A connection that keeps itself alive. `start` it once; calls while it is down fail at once with Unavailable.
+
+    Args:
+        network, address: where the server is.
+        role, name: who calls, for the hello.
+        chance: spreads the reconnects of many clients.
+        on_connected: what has to happen before the first calls; may call. If it fails the connection is given up.
+        on_disconnected: the connection that had been up is lost.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        address: Address,
+        role: str,
+        name: str,
+        chance: random.Random,
+        on_connected: Callable[["RpcClient"], Awaitable[None]] | None = None,
+        on_disconnected: Callable[[TensorcastError], None] | None = None,
+    ) -> None:
+        self._network = network
+        self._hello = Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION, role, name)
+        self._chance = chance
+        self._on_connected = on_connected
+        self._on_disconnected = on_disconnected
+        self._stream: Stream | None = None  # set once the server has answered the hello
+        # An error is a result here: a caller that was cancelled in the same instant would leave an exception unread.
+        self._pending: dict[int, asyncio.Future[Frame | TensorcastError]] = {}
+        self._next_id = 1
+        self._task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._failures = 0
+        self.error: TensorcastError = Unavailable(f"not yet connected to {address}")
+        self.address = address
+        self.server_id = ""
+        self.connected = False
+
+    def __repr__(self) -> str:
+        return f"<RpcClient {self.address} {'connected' if self.connected else 'down'}, {len(self._pending)} pending>"
+
+    def start(self) -> None:
+        """Connects, and reconnects for ever, in the background."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def wait_connected(self, timeout_s: float, patient: bool = True) -> None:
+        """Until connected.
+
+        Raises:
+            TensorcastError: not within `timeout_s`, or if not `patient` a first attempt failed; says why.
+        """
+        failures = self._failures
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.connected:
+                    if not patient and self._failures > failures:
+                        raise self.error
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise self.error from None
+
+    async def close(self) -> None:
+        """Ends the connection; pending calls fail with Unavailable."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def call(self, message: Message, expected: type[R], timeout_s: float) -> R:
+        """Sends `message` and waits for its reply.
+
+        Raises:
+            Unavailable: not connected, or the connection broke before the reply.
+            DeadlineExceeded: no reply within `timeout_s`; the request was cancelled.
+            ProtocolError: `message` is too large, or the reply is none.
+            TensorcastError: what the other side answered.
+        """
+        if self._stream is None:
+            raise Unavailable(str(self.error))
+        return await self._exchange(self._stream, message, expected, timeout_s)
+
+    async def _exchange(self, stream: Stream, message: Message, expected: type[R], timeout_s: float) -> R:
+        request_id = self._next_id
+        self._next_id += 1
+        request = encode_frame(Kind.REQUEST, request_id, encode(message), max(1, int(timeout_s * 1000)))
+        future: asyncio.Future[Frame | TensorcastError] = asyncio.get_running_loop().create_future()
+        self._pending[request_id] = future
+        stream.write(request)
+        try:
+            # The other side gives up first, so that its reason arrives; this is for when it is silent.
+            async with asyncio.timeout(timeout_s * 1.25):
+                answer = await future
+        except TimeoutError:
+            stream.write(encode_frame(Kind.CANCEL, request_id, b""))
+            raise DeadlineExceeded(f"{self.address} did not answer within {timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            stream.write(encode_frame(Kind.CANCEL, request_id, b""))
+            raise
+        finally:
+            self._pending.pop(request_id, None)
+        if isinstance(answer, TensorcastError):
+            raise Unavailable(str(answer))
+        return result_of(answer, expected)
+
+    async def _run(self) -> None:
+        # No TaskGroup here: on Python 3.11 it swallows a cancellation that meets an error of one of its tasks.
+        delay_s = RECONNECT_DELAY_MIN_S
+        try:
+            while True:
+                try:
+                    error = await self._connect_once()
+                except TensorcastError as why:
+                    error = why
+                except Exception as why:
+                    logger.exception("connection to %s failed", self.address)
+                    error = Unavailable(f"{self.address}: {why}")
+                delay_s = RECONNECT_DELAY_MIN_S if self._down(error) else delay_s
+                await asyncio.sleep(delay_s * self._chance.uniform(0.5, 1.0))
+                delay_s = min(delay_s * 2, RECONNECT_DELAY_MAX_S)
+        finally:
+            self._down(Unavailable(f"the client of {self.address} was closed"))
+
+    async def _connect_once(self) -> TensorcastError:
+        """One connection from its beginning to its end; returns why it ended."""
+        stream = await self._network.dial(self.address, CONNECT_TIMEOUT_S)
+        reading = asyncio.get_running_loop().create_task(self._read(stream))
+        try:
+            greeting = await self._exchange(stream, self._hello, Welcome, HELLO_TIMEOUT_S)
+            self.server_id = greeting.server_id
+            self._stream = stream
+            if self._on_connected is not None:
+                await self._on_connected(self)
+            if not reading.done():
+                self.connected = True
+                self._changed.set()
+            return await reading
+        except Unavailable:
+            if reading.done() and not reading.cancelled():
+                return reading.result()  # the reason behind it
+            raise
+        finally:
+            stream.close()
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _read(self, stream: Stream) -> TensorcastError:
+        """Hands replies to those who wait for them, until the connection ends; returns why."""
+        decoder = FrameDecoder()
+        error: TensorcastError = Unavailable(f"{self.address} closed the connection")
+        try:
+            while data := await stream.receive():
+                for frame in decoder.feed(data):
+                    if frame.request_id == 0:
+                        result_of(frame, Message)  # the server says why it ends the connection
+                    future = self._pending.get(frame.request_id)
+                    if future is not None and not future.done():
+                        future.set_result(frame)
+        except TensorcastError as why:
+            error = why
+        self._fail_pending(error)
+        return error
+
+    def _fail_pending(self, error: TensorcastError) -> None:
+        for future in self._pending.values():
+            if not future.done():
+                future.set_result(error)
+
+    def _down(self, error: TensorcastError) -> bool:
+        """The connection has ended; whether it had been up."""
+        was_connected, self.connected, self._stream, self.error = self.connected, False, None, error
+        self._failures += 1
+        self._fail_pending(error)
+        self._changed.set()
+        if was_connected and self._on_disconnected is not None:
+            self._on_disconnected(error)
+        return was_connected

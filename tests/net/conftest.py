@@ -1,0 +1,49 @@
+"""The real networks and the fake one, behind one fixture."""
+
+import asyncio
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tensorcast_connector.net.sockets import SocketNetwork
+from tensorcast_connector.net.transport import Network
+from tensorcast_connector.testing.network import FakeNetwork
+from tensorcast_connector.types import Address
+from tests.loops import quiet_loop
+
+try:
+    from uvloop import new_event_loop as new_uvloop
+except ImportError:
+    new_uvloop = None
+
+__all__ = ["quiet_loop"]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Any]:
+    """The stream tests also run under uvloop where it is installed, as the streams do."""
+    loops: dict[str, Any] = {"asyncio": asyncio.SelectorEventLoop}
+    if new_uvloop is not None and item.path.name in ("test_sockets.py", "test_descriptors.py"):
+        loops["uvloop"] = new_uvloop
+    return loops
+
+
+@dataclass(frozen=True)
+class Place:
+    """A network and an address on it where a test may listen."""
+
+    network: Network
+    address: Address
+
+
+@pytest.fixture(params=["tcp", "unix", "fake"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """One of each."""
+    if request.param == "fake":
+        return Place(FakeNetwork(random.Random(request.node.name)), Address("tcp", host="here", port=0))
+    if request.param == "unix":
+        return Place(SocketNetwork(), Address("unix", path=str(tmp_path / "sock")))
+    return Place(SocketNetwork(), Address("tcp", host="127.0.0.1", port=0))
