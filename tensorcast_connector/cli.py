@@ -64,17 +64,7 @@ Start = Callable[[AsyncExitStack], Awaitable[dict[str, str]]]
 
 def _serve(start: Start, ready_file: str) -> None:
     """Runs what `start` starts until SIGTERM or SIGINT."""
-    with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-        runner.run(_until_stopped(start, ready_file))
-
-
-def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop answers a lookup in a fifth less time; it exists for Linux on CPython only."""
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return new_event_loop()
+    asyncio.run(_until_stopped(start, ready_file))
 
 
 async def _until_stopped(start: Start, ready_file: str) -> None:

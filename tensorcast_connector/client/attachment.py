@@ -142,6 +142,10 @@ class Attachment:
             raise Unavailable(f"not attached to {self._worker}")
         return mapping
 
+    def still_holds(self, mapping: Mapping) -> bool:
+        """Whether the connection that `mapping` came with is up; if not, nothing is held or reserved for us any more."""
+        return self._mapping is mapping
+
     def describe(self, instance: AttachInstance) -> None:
         """Changes what is listed about this engine, now and at every reconnect."""
         self._instance = instance

@@ -46,15 +46,19 @@ class Segments:
         arena_bytes: what there is to share out.
         slab_bytes: the largest slab, and so the largest page; slabs are a little smaller where that wastes less.
         slot_align_bytes: a slot's size is a multiple of it.
+        ready_bytes: how much of the arena may be used yet, from its start; all of it unless told. See `extend`.
     """
 
-    def __init__(self, arena_bytes: int, slab_bytes: int, slot_align_bytes: int) -> None:
+    def __init__(
+        self, arena_bytes: int, slab_bytes: int, slot_align_bytes: int, ready_bytes: int | None = None
+    ) -> None:
         count = -(-arena_bytes // slab_bytes)
         self._slot_align_bytes = slot_align_bytes
         self._slab_bytes = arena_bytes // count // slot_align_bytes * slot_align_bytes
         assert self._slab_bytes > 0
         self._slabs = [_Slab() for _ in range(count)]
-        self._free_slabs = list(reversed(range(count)))
+        self._free_slabs: list[int] = []
+        self._ready_slabs = 0
         self._with_room: dict[int, set[int]] = {}  # slot size -> slabs with a free slot
         self._pages: dict[bytes, _Page] = {}
         self._evictable: dict[int, OrderedDict[bytes, None]] = {}  # slot size -> committed, unheld pages, oldest first
@@ -63,10 +67,18 @@ class Segments:
         self._evicted: list[bytes] = []
         self._uses = 0
         self.evictions = 0
+        self.extend(arena_bytes if ready_bytes is None else ready_bytes)
 
     def __repr__(self) -> str:
         free = f"{len(self._free_slabs)} of {len(self._slabs)} slabs free"
         return f"<Segments {len(self._pages)} pages, {free}, {len(self._holds)} holders>"
+
+    def extend(self, ready_bytes: int) -> None:
+        """The first `ready_bytes` of the arena may be used now: there is memory behind them."""
+        ready = min(ready_bytes // self._slab_bytes, len(self._slabs))
+        for index in range(self._ready_slabs, ready):
+            self._free_slabs.insert(0, index)  # taken from the end: lower slabs first
+        self._ready_slabs = max(self._ready_slabs, ready)
 
     # --- reading ---
 
@@ -260,7 +272,7 @@ class Segments:
             "pages_reserved": reserved,
             "pages_held": sum(1 for page in self._pages.values() if page.holds),
             "bytes_used": sum(page.length for page in self._pages.values()),
-            "bytes_total": self._slab_bytes * len(self._slabs),
+            "bytes_total": self._slab_bytes * self._ready_slabs,
             "evictions": self.evictions,
         }
 
@@ -289,7 +301,8 @@ class Segments:
             mine = [self._pages[key] for key in slab.pages]
             offsets = [*slab.free, *(page.offset for page in mine)]
             assert len(set(offsets)) == len(offsets), "two pages share a slot"
-            assert bool(slab.slot_bytes) == bool(slab.pages) == (index not in self._free_slabs)
+            usable = index in self._free_slabs or index >= self._ready_slabs
+            assert bool(slab.slot_bytes) == bool(slab.pages) == (not usable)
             assert slab.busy == sum(1 for page in mine if page.owner is not None or page.holds)
             if slab.slot_bytes:
                 assert len(offsets) == self._slab_bytes // slab.slot_bytes

@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from tensorcast_connector.config import SLAB_BYTES
@@ -50,7 +51,10 @@ def _reclaimable_bytes(folder: Path) -> int:
 
 
 class Arena:
-    """`arena_bytes` of shared memory, allocated slab by slab in the background so that first writes are not slow.
+    """`arena_bytes` of shared memory. Its first slab is allocated at once, the rest by `allocate_rest`.
+
+    Only allocated memory may be handed out: a process that touches a memfd page for which there is no memory is killed
+    by SIGBUS, and that process would be the user's engine. Writing to memory allocated ahead is also much faster.
 
     Raises:
         ConfigError: larger than the memory that is available.
@@ -71,31 +75,51 @@ class Arena:
         self._map = mmap.mmap(self.descriptor, arena_bytes)
         self.view = memoryview(self._map)
         self._stop = threading.Event()
-        self._touching = threading.Thread(target=self._touch_ahead, name="arena-touch", daemon=True)
-        self._touching.start()
+        self._allocating: threading.Thread | None = None
+        self.allocated_bytes = 0
+        try:
+            self._allocate_next()
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"arena={arena_bytes} bytes: no memory for it: {error.strerror}") from error
 
     def __repr__(self) -> str:
         return f"<Arena {self.bytes >> 20} MiB>"
 
-    def _touch_ahead(self) -> None:
-        for offset in range(0, self.bytes, SLAB_BYTES):
-            if self._stop.is_set():
-                return
-            try:
-                os.posix_fallocate(self.descriptor, offset, min(SLAB_BYTES, self.bytes - offset))
-            except OSError as error:
-                logger.warning(
-                    "arena: only %d of %d MiB could be allocated ahead: %s",
-                    offset >> 20,
-                    self.bytes >> 20,
-                    error.strerror,
-                )
-                return
+    def _allocate_next(self) -> None:
+        size = min(SLAB_BYTES, self.bytes - self.allocated_bytes)
+        os.posix_fallocate(self.descriptor, self.allocated_bytes, size)
+        self.allocated_bytes += size
+
+    def allocate_rest(self, tell: Callable[[int], None]) -> None:
+        """Allocates slab by slab on a thread of its own.
+
+        Args:
+            tell: called on that thread with all the bytes that are allocated by then.
+        """
+
+        def work() -> None:
+            while self.allocated_bytes < self.bytes and not self._stop.is_set():
+                try:
+                    self._allocate_next()
+                except OSError as error:
+                    logger.warning(
+                        "arena: %s; going on with %d of %d MiB",
+                        error.strerror,
+                        self.allocated_bytes >> 20,
+                        self.bytes >> 20,
+                    )
+                    return
+                tell(self.allocated_bytes)
+
+        self._allocating = threading.Thread(target=work, name="arena-allocate", daemon=True)
+        self._allocating.start()
 
     def close(self) -> None:
         """Lets go of the memory; engines that still map it keep it until they let go. May be called twice."""
         self._stop.set()
-        self._touching.join()
+        if self._allocating is not None:
+            self._allocating.join()
         self.view.release()
         with contextlib.suppress(BufferError):  # a page is still being copied: the memory goes with its last view
             self._map.close()

@@ -1,5 +1,6 @@
 """The worker process put together: arena, pages, peers, membership, and its two listeners."""
 
+import asyncio
 import logging
 import random
 from dataclasses import dataclass
@@ -67,7 +68,8 @@ async def start_worker(config: WorkerConfig, network: Network, chance: random.Ra
             f"listen={config.listen!r} is every interface; say with advertise=HOST:PORT what other workers dial"
         )
     arena = Arena(config.arena_bytes, available_memory_bytes())
-    pages = Pages(arena, Segments(config.arena_bytes, SLAB_BYTES, SLOT_ALIGN_BYTES))
+    segments = Segments(config.arena_bytes, SLAB_BYTES, SLOT_ALIGN_BYTES, arena.allocated_bytes)
+    pages = Pages(arena, segments)
     worker_id = WorkerId(f"{config.name}/{chance.getrandbits(32):08x}")
     services: dict[str, PeerService | EngineService] = {}
     listeners: list[Listener] = []
@@ -93,6 +95,12 @@ async def start_worker(config: WorkerConfig, network: Network, chance: random.Ra
             await listener.close()
         arena.close()
         raise
+    loop = asyncio.get_running_loop()
+
+    def on_allocated(ready_bytes: int) -> None:
+        loop.call_soon_threadsafe(segments.extend, ready_bytes)
+
+    arena.allocate_rest(on_allocated)
     peers.start()
     await membership.start()
     logger.info("worker %s serves engines at %s and workers at %s", worker_id, socket, address)

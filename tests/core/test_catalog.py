@@ -36,7 +36,7 @@ def test_a_worker_that_is_not_known_must_announce_everything() -> None:
         catalog.announce(A, False, [b"2"], [])
 
 
-@settings(derandomize=True)
+@settings(derandomize=True, max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from([A, B, C]), st.booleans(), keys, keys, st.booleans()), max_size=20))
 def test_against_a_set_per_worker(steps: list[tuple[WorkerId, bool, list[bytes], list[bytes], bool]]) -> None:
     catalog, model = Catalog(), dict[WorkerId, set[bytes]]()

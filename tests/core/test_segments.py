@@ -230,3 +230,17 @@ def test_holding_twice_is_holding_once() -> None:
     assert segments.reserve("o", b"L", 64) is not None, "nobody holds it any more"
     assert segments.take_evicted() == [b"a"]
     assert repr(segments) == "<Segments 1 pages, 0 of 1 slabs free, 0 holders>"
+
+
+def test_memory_that_is_not_ready_is_not_handed_out() -> None:
+    segments = Segments(256, 64, 16, ready_bytes=130)
+    segments.check()
+    ranges = [segments.reserve("a", bytes([each]) * 20, 64) for each in range(4)]
+    assert [each.offset if each else None for each in ranges] == [0, 64, None, None]
+    segments.extend(200)
+    segments.extend(100)
+    late = segments.reserve("a", b"l" * 20, 64)
+    assert late is not None and late.offset == 128
+    assert segments.reserve("a", b"m" * 20, 64) is None
+    assert segments.statistics()["bytes_total"] == 192
+    segments.check()

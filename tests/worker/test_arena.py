@@ -1,5 +1,6 @@
 """The shared memory: private, sealed, and refused in one line when there is not enough memory for it."""
 
+import errno
 import fcntl
 import mmap
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tensorcast_connector.errors import ConfigError
+from tensorcast_connector.worker import arena as arena_module
 from tensorcast_connector.worker.arena import HEADROOM_BYTES, Arena, available_memory_bytes
 from tests.waiting import until_blocking
 
@@ -30,10 +32,44 @@ def test_it_is_private_and_can_neither_shrink_nor_grow() -> None:
     arena.close()
 
 
-def test_it_is_allocated_ahead() -> None:
-    arena = Arena(2 * MIB, PLENTY)
-    until_blocking(lambda: os.fstat(arena.descriptor).st_blocks * 512 == 2 * MIB)
+def test_it_is_allocated_ahead_slab_by_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "SLAB_BYTES", MIB)
+    arena = Arena(3 * MIB - 4096, PLENTY)
+    assert arena.allocated_bytes == MIB == os.fstat(arena.descriptor).st_blocks * 512
+    told: list[int] = []
+    arena.allocate_rest(told.append)
+    until_blocking(lambda: told == [2 * MIB, 3 * MIB - 4096])
+    assert os.fstat(arena.descriptor).st_blocks * 512 == 3 * MIB - 4096
     arena.close()
+
+
+def test_memory_that_runs_out_while_it_is_allocated_leaves_a_smaller_arena(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(arena_module, "SLAB_BYTES", MIB)
+    real = os.posix_fallocate
+
+    def scarce(descriptor: int, offset: int, size: int) -> None:
+        if offset >= 2 * MIB:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", scarce)
+    arena = Arena(4 * MIB, PLENTY)
+    told: list[int] = []
+    arena.allocate_rest(told.append)
+    until_blocking(lambda: "going on with 2 of 4 MiB" in caplog.text)
+    assert told == [2 * MIB]
+    arena.close()
+
+
+def test_no_memory_at_all_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", none)
+    with pytest.raises(ConfigError, match="no memory for it: No space left"):
+        Arena(MIB, PLENTY)
 
 
 def test_who_maps_it_keeps_it() -> None:

@@ -26,6 +26,9 @@ class Worker(Protocol):
     def mapping(self) -> Mapping:
         """See Attachment."""
 
+    def still_holds(self, mapping: Mapping) -> bool:
+        """See Attachment."""
+
     def acquire(self, hold_id: str, keyspace: bytes, hashes: Sequence[bytes], mapping: Mapping) -> list[memoryview]:
         """See Attachment."""
 
@@ -104,12 +107,16 @@ class WorkerSide:
         copier = self._copier
         if copier is None:
             raise Unavailable("the KV cache is not shared")
-        pages = self._worker.acquire(hold_id, keyspace, hashes, self._worker.mapping)
+        mapping = self._worker.mapping
+        pages = self._worker.acquire(hold_id, keyspace, hashes, mapping)
         for count, (block_id, page) in enumerate(zip(block_ids, pages, strict=False)):
             if page.nbytes != copier.page_bytes:
                 logger.warning("a page of %d bytes where %d belong; computing instead", page.nbytes, copier.page_bytes)
                 return count
             copier.load(block_id, page)
+        if not self._worker.still_holds(mapping):
+            # The pages were no longer held while they were copied, so others may have written there.
+            raise Unavailable("lost the worker while pages were copied")
         return len(pages)
 
     def take_received(self) -> set[str]:
@@ -148,12 +155,15 @@ class WorkerSide:
         copier = self._copier
         if copier is None:
             raise Unavailable("the KV cache is not shared")
-        slots = self._worker.reserve(keyspace, job.block_hashes, copier.page_bytes, self._worker.mapping)
+        mapping = self._worker.mapping
+        slots = self._worker.reserve(keyspace, job.block_hashes, copier.page_bytes, mapping)
         reserved = [each for each, slot in zip(job.block_hashes, slots, strict=True) if slot is not None]
         digests: list[int] = []
         try:
             for block_id, slot in zip(job.block_ids, slots, strict=True):
                 if slot is not None:
+                    if not self._worker.still_holds(mapping):
+                        raise Unavailable("lost the worker while pages were copied")
                     copier.save(block_id, slot)
                     digests.append(xxhash.xxh3_64_intdigest(slot))
         except BaseException:

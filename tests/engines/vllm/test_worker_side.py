@@ -42,6 +42,9 @@ class FakeWorker:
         self.released: list[str] = []
         self.fail: Callable[[], None] = lambda: None
 
+    def still_holds(self, mapping: Mapping) -> bool:
+        return mapping is self.mapping
+
     def acquire(self, hold_id: str, keyspace: bytes, hashes: Sequence[bytes], mapping: Mapping) -> list[memoryview]:
         self.fail()
         found: list[memoryview] = []
@@ -149,6 +152,35 @@ def test_a_dead_worker_fails_loads_and_ends_saves(side: WorkerSide, worker: Fake
     assert load(side, LoadJob("r", [b"0" * 16] * 2, [1, 2], hashes(2))) == {1, 2}
     save(side, SaveJob(1, [b"0" * 16] * 2, [1, 2], hashes(2)))
     assert worker.committed == {}
+
+
+def test_pages_that_were_let_go_while_they_were_copied_are_not_trusted(side: WorkerSide, worker: FakeWorker) -> None:
+    save(side, SaveJob(1, [b"0" * 16] * 2, [0, 1], hashes(2)))
+    copier = side._copier
+    assert isinstance(copier, FakeCopier)
+    load_one = copier.load
+
+    def load_and_lose(block_id: int, page: memoryview) -> None:
+        load_one(block_id, page)
+        worker.mapping = Mapping("w/2", memoryview(bytearray(1)))
+
+    copier.load = load_and_lose  # type: ignore[method-assign]
+    assert load(side, LoadJob("r", [b"0" * 16] * 2, [10, 11], hashes(2))) == {10, 11}
+
+
+def test_nothing_is_written_to_slots_that_were_let_go(side: WorkerSide, worker: FakeWorker) -> None:
+    copier = side._copier
+    assert isinstance(copier, FakeCopier)
+    save_one, written = copier.save, []
+
+    def save_and_lose(block_id: int, page: memoryview) -> None:
+        save_one(block_id, page)
+        written.append(block_id)
+        worker.mapping = Mapping("w/2", memoryview(bytearray(1)))
+
+    copier.save = save_and_lose  # type: ignore[method-assign]
+    save(side, SaveJob(1, [b"0" * 16] * 2, [3, 4, 5], hashes(3)))
+    assert written == [3] and worker.committed == {}
 
 
 def test_a_fault_of_our_own_also_ends_the_job(
