@@ -1,0 +1,1 @@
+"""An OpenAI-compatible router with session-turn-aware scheduling. See ARCHITECTURE.md."""

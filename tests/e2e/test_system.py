@@ -1,15 +1,18 @@
 """Two engines on two workers, beside a plain one: what the pool must hold, on real engines. In this order: the last one kills."""
 
 import asyncio
+import json
 import os
 import signal
 import statistics as stats
+import subprocess
 from collections.abc import Callable
 
 import pytest
 from demo.compare import Comparison, check
 from demo.engine import Engine
 from demo.pool import Started
+from demo.processes import program
 
 from tests.e2e.conftest import System
 from tests.e2e.probe import (
@@ -48,7 +51,20 @@ def test_a_prompt_of_8000_tokens_served_by_a_is_loaded_by_b_and_gives_the_same_t
     assert (system.b.sources() - before).pool >= 0.95 * 16_000
     arena = [statistics(worker) for worker in system.workers]
     assert arena[1]["pages_fetched"] >= 2 * (8000 // BLOCK) and arena[1]["digest_mismatches"] == 0
+    shown = system.b.metrics()
+    assert shown["tensorcast:attached"] == 1 and shown["tensorcast:pages_failed_total"] == 0
+    assert shown["tensorcast:pages_loaded_total"] >= 2 * (8000 // BLOCK)
     until(lambda: idle(system.a) and idle(system.b), "no block stays in use")
+
+
+def test_the_store_lists_both_engines_with_their_workers(system: System) -> None:
+    status = [program("tensorcast"), "status", "--store", system.store["store"], "--json"]
+    listed = json.loads(subprocess.run(status, check=True, capture_output=True, text=True).stdout)
+    mine = {worker["worker_id"] for worker in system.workers}
+    assert {each["worker_id"] for each in listed["instances"]} >= mine
+    assert {each["worker_id"] for each in listed["workers"]} >= mine
+    namespaces = {each["namespace"] for each in listed["instances"] if each["worker_id"] in mine}
+    assert len(namespaces) == 1, "the same model and settings: the same namespace"
 
 
 def test_a_pool_hit_takes_at_most_an_eighth_of_computing_the_prompt(system: System, salt: str) -> None:

@@ -28,6 +28,7 @@ from tensorcast_connector.config import ConnectorConfig, parse_address
 from tensorcast_connector.engines.device import copier_for
 from tensorcast_connector.engines.vllm.jobs import StepJobs
 from tensorcast_connector.engines.vllm.metadata import SavesDone, StepMetadata
+from tensorcast_connector.engines.vllm.metrics import PoolMetrics, PoolStats
 from tensorcast_connector.engines.vllm.namespace import epoch_of_weights, keyspaces, private_epoch, why_not_shared
 from tensorcast_connector.engines.vllm.plugin import check_transfer_config
 from tensorcast_connector.engines.vllm.scheduler_side import SchedulerSide
@@ -292,6 +293,23 @@ class TensorcastConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM: which saves have ended."""
         saved = self._rank.take_saved() if self._rank is not None else None
         return SavesDone(saved) if saved else None
+
+    def get_kv_connector_stats(self) -> PoolStats | None:
+        """vLLM: what to count."""
+        report = self._rank.take_report() if self._rank is not None else None
+        return PoolStats(report) if report else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PoolStats:
+        """vLLM: the same in the API server."""
+        return PoolStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> PoolMetrics:
+        """vLLM: our metrics beside its own."""
+        return PoolMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """vLLM: the process ends."""

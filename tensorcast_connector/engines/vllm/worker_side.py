@@ -23,6 +23,10 @@ class Worker(Protocol):
     """What this side needs of the attachment."""
 
     @property
+    def connected(self) -> bool:
+        """See Attachment."""
+
+    @property
     def mapping(self) -> Mapping:
         """See Attachment."""
 
@@ -64,7 +68,8 @@ class WorkerSide:
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._saved: Counter[int] = Counter()
-        self.counters = {"pages_loaded": 0, "pages_failed": 0, "pages_saved": 0, "pages_save_failed": 0}
+        self._counts = Counter[str]()
+        self._attached: bool | None = None
 
     def use(self, copier: PageCopier) -> None:
         """The KV cache exists now."""
@@ -95,8 +100,8 @@ class WorkerSide:
         finally:
             self._worker.release([hold_id])
             with self._lock:
-                self.counters["pages_loaded"] += loaded
-                self.counters["pages_failed"] += len(block_ids) - loaded
+                self._counts["pages_loaded"] += loaded
+                self._counts["pages_failed"] += len(block_ids) - loaded
                 self._failed_blocks.update(block_ids[loaded:])
                 self._parts[job.request_id] -= 1
                 if not self._parts[job.request_id]:
@@ -149,7 +154,7 @@ class WorkerSide:
         finally:
             with self._lock:
                 self._saved[job.job_id] += 1
-                self.counters["pages_saved"] += saved
+                self._counts["pages_saved"] += saved
 
     def _copy_out(self, keyspace: bytes, job: SaveJob) -> int:
         copier = self._copier
@@ -178,6 +183,17 @@ class WorkerSide:
         with self._lock:
             saved, self._saved = self._saved, Counter()
             return saved
+
+    def take_report(self) -> dict[str, int]:
+        """What to count: pages since the last call, and whether there is a worker if that has changed; empty: nothing."""
+        attached = self._worker.connected
+        with self._lock:
+            report = {name: count for name, count in self._counts.items() if count}
+            self._counts.clear()
+        if report or attached is not self._attached:
+            self._attached = attached
+            report["attached"] = int(attached)
+        return report
 
     def close(self) -> None:
         """Waits for what is under way and drops what has not begun."""

@@ -34,6 +34,8 @@ class FakeCopier:
 class FakeWorker:
     """An arena in a dict."""
 
+    connected = True
+
     def __init__(self) -> None:
         self.mapping = Mapping("w/1", memoryview(bytearray(1)))
         self.pages: dict[bytes, bytearray] = {}
@@ -196,6 +198,16 @@ def test_a_fault_of_our_own_also_ends_the_job(
     assert worker.aborted == hashes(2), "a half-written page is never committed"
     assert worker.committed == {}
     assert "failed" in caplog.text
+
+
+def test_a_report_says_what_is_new(side: WorkerSide, worker: FakeWorker) -> None:
+    assert side.take_report() == {"attached": 1}
+    assert side.take_report() == {}
+    save(side, SaveJob(1, [b"0" * 16] * 2, [0, 1], hashes(2)))
+    load(side, LoadJob("r", [b"0" * 16] * 2, [10, 11, 12], hashes(3)))
+    assert side.take_report() == {"pages_saved": 2, "pages_loaded": 2, "pages_failed": 1, "attached": 1}
+    worker.connected = False
+    assert side.take_report() == {"attached": 0}
 
 
 def test_without_a_kv_cache_everything_fails_softly(worker: FakeWorker) -> None:
