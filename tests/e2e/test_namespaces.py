@@ -23,6 +23,12 @@ def test_only_the_same_model_dtype_and_block_size_share_pages(
 ) -> None:
     transfer = pool.connector(workers[0]["worker"])
     blue = {**transfer, "kv_connector_extra_config": {"worker": workers[0]["worker"], "tenant": "blue"}}
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [transfer]},
+    }
     kinds = {
         "first": EngineOptions(tiny, kv_transfer=transfer),
         "other-model": EngineOptions(other_tiny, kv_transfer=transfer),
@@ -30,11 +36,12 @@ def test_only_the_same_model_dtype_and_block_size_share_pages(
         "other-block-size": EngineOptions(tiny, kv_transfer=transfer, block_size=64),
         "other-tenant": EngineOptions(tiny, kv_transfer=blue),
         "same": EngineOptions(tiny, kv_transfer=transfer),
+        "same-among-several-connectors": EngineOptions(tiny, kv_transfer=several),
     }
     prompt = tokens(7, PROMPT)
     hits: dict[str, int] = {}
     names = list(kinds)
-    for pair in (names[:2], names[2:4], names[4:]):
+    for pair in (names[:2], names[2:4], names[4:6], names[6:]):
         engines = {name: start_engine(name, kinds[name]) for name in pair}
         for name, made in engines.items():
             made.wait()
@@ -44,7 +51,8 @@ def test_only_the_same_model_dtype_and_block_size_share_pages(
             if not hits[name]:
                 until(lambda b=before: statistics(workers[0])["pages_saved"] > b, "its own pages are saved")  # type: ignore[misc]
     print(f"\ntokens from the pool: {hits}")
-    assert hits == {**dict.fromkeys(names, 0), "same": PROMPT // 128 * 128}
+    whole = PROMPT // 128 * 128
+    assert hits == {**dict.fromkeys(names, 0), "same": whole, "same-among-several-connectors": whole}
 
 
 @pytest.fixture(autouse=True)

@@ -96,6 +96,18 @@ def test_pages_are_found_again_after_the_engine_forgot_them(system: System, salt
     assert (system.b.sources() - before).pool == 3000 // BLOCK * BLOCK
 
 
+def test_a_prompt_of_whole_blocks_is_loaded_whole_and_gives_the_same_tokens(system: System, salt: str) -> None:
+    prompts = [tokens(6, 16 * BLOCK)]
+    references = referred(system.plain, prompts, salt)
+    known = located(system.workers)
+    saved(system.a, prompts, salt)
+    wait_saved(system.workers, known, 16)
+    comparison = checked(system.b, references, salt)
+    print(f"\ntokens: {comparison}; from the pool at first: {comparison.cached_share:.1%}")
+    assert comparison.same, comparison.differences
+    assert comparison.cached_tokens >= 16 * BLOCK - 1, "all but the last token, which gives the answer"
+
+
 def test_a_request_may_stay_out_of_the_pool(system: System, salt: str) -> None:
     prompt = tokens(4, 2000)
     before = statistics(system.workers[0])["pages_saved"]
