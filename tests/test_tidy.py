@@ -97,3 +97,11 @@ def test_changelog_and_version_agree() -> None:
     version = re.search(r'^version = "([^"]+)"', (ROOT / "pyproject.toml").read_text(), re.M)
     assert version is not None
     assert f"## {version.group(1)}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_module_is_on_the_map() -> None:
+    codemap = (ROOT / "ARCHITECTURE.md").read_text().split("## Codemap")[1].split("\n## ")[0]
+    for path in package_files():
+        assert path.name == "__init__.py" or f"{path.name}`" in codemap, (
+            f"{path} is missing in ARCHITECTURE.md's codemap"
+        )
