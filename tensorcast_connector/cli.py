@@ -146,6 +146,9 @@ async def _members(store: Address) -> Members:
         await client.close()
 
 
+PIPED_COLUMNS = 400
+
+
 def _run_status(args: argparse.Namespace) -> None:
     members = asyncio.run(_members(parse_address(args.store, "store")))
     if args.json:
@@ -153,15 +156,16 @@ def _run_status(args: argparse.Namespace) -> None:
                           "instances": [msgspec.to_builtins(each) for each in members.instances]}))  # fmt: skip
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     workers = Table("worker", "address", "arena", title="Workers")
     for each in members.workers:
-        workers.add_row(each.worker_id, each.address, f"{each.arena_bytes / (1 << 30):.2f} GiB")
+        workers.add_row(escape(each.worker_id), escape(each.address), f"{each.arena_bytes / (1 << 30):.2f} GiB")
     instances = Table("instance", "engine", "model", "worker", title="Instances")
     for one in members.instances:
-        instances.add_row(one.instance_id, one.engine, one.model, one.worker_id)
-    console = Console()
+        instances.add_row(*map(escape, (one.instance_id, one.engine, one.model, one.worker_id)))
+    console = Console() if sys.stdout.isatty() else Console(width=PIPED_COLUMNS)  # ids are never cut in a pipe
     console.print(workers)
     console.print(instances)
 

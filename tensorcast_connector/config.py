@@ -22,6 +22,10 @@ KEYS_PER_MESSAGE_MAX = 65_536  # 65,536 keys of 48 bytes are 3 MiB, well inside 
 CONNECTIONS_MAX = 1024  # per listener; one more is closed at once
 HELLO_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 2.0
+PING_INTERVAL_S = 1.0
+SILENCE_MAX_S = (
+    3.0  # a side that has not even answered a ping for so long is stopped or gone: the connection is given up
+)
 RECONNECT_DELAY_MIN_S = 0.05
 RECONNECT_DELAY_MAX_S = 2.0
 UNIX_PATH_BYTES_MAX = 107  # sun_path is 108 bytes with its terminating zero
@@ -51,6 +55,8 @@ LOAD_TIMEOUT_S = 20.0
 SAVE_TIMEOUT_S = 20.0
 SAVE_BACKLOG_BLOCKS_MAX = 4096  # pinned blocks waiting to be copied; beyond it new blocks are not saved
 
+# A side that is given up has had at least one whole ping to answer.
+assert SILENCE_MAX_S > 2 * PING_INTERVAL_S
 # A member that misses two heartbeats and a slow answer is still alive.
 assert 3 * HEARTBEAT_INTERVAL_S + STORE_TIMEOUT_S < MEMBER_TTL_S
 # The largest inventory message fits in a frame: 4096 keys of 16 + 64 bytes.

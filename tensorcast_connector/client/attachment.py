@@ -219,7 +219,12 @@ class Attachment:
         Raises:
             TensorcastError: none could be asked for.
         """
-        reply = self._ask(Reserve(keyspace, list(hashes), page_bytes), Reserved, SAVE_TIMEOUT_S, mapping)
+        try:
+            reply = self._ask(Reserve(keyspace, list(hashes), page_bytes), Reserved, SAVE_TIMEOUT_S, mapping)
+        except TensorcastError:
+            # The worker may have reserved them all the same, for as long as this connection lives: take it back.
+            self.abort(keyspace, hashes)
+            raise
         if len(reply.offsets) != len(hashes):
             raise ProtocolError(f"the worker answered {len(reply.offsets)} slots for {len(hashes)} pages")
         return [None if offset < 0 else _range(mapping, offset, page_bytes) for offset in reply.offsets]

@@ -4,7 +4,7 @@ A page holds one block of tokens of one KV group for one rank:
 
     [kv_head][layer][head block: the bytes of one head, one block, one layer, as the attention backend stores them]
 
-so a tensor-parallel rank's heads are one contiguous range of a page of the whole model (architecture, "Identity").
+so a tensor-parallel rank's heads are one contiguous range of a page of the whole model (ARCHITECTURE.md, "Data structures").
 """
 
 from collections.abc import Sequence

@@ -41,6 +41,8 @@ from tensorcast_connector.wire.messages import (
     Failure,
     Hello,
     Message,
+    Ok,
+    Ping,
     Welcome,
     decode,
     encode,
@@ -188,9 +190,13 @@ class Connection:
         if frame.request_id in self._tasks:
             raise ProtocolError(f"request id {frame.request_id} is in use")
         try:
+            message = decode(self._service.decoder, frame.body)
+            if isinstance(message, Ping):
+                self._answer(frame.request_id, Ok())
+                return
             if len(self._tasks) >= REQUESTS_IN_FLIGHT_MAX:
                 raise Exhausted(f"more than {REQUESTS_IN_FLIGHT_MAX} requests in flight")
-            result = self._session.handle(decode(self._service.decoder, frame.body))
+            result = self._session.handle(message)
         except Exception as error:
             self._answer(frame.request_id, _as_failure(error))
             return

@@ -9,15 +9,25 @@ from typing import TypeVar
 from tensorcast_connector.config import (
     CONNECT_TIMEOUT_S,
     HELLO_TIMEOUT_S,
+    PING_INTERVAL_S,
     RECONNECT_DELAY_MAX_S,
     RECONNECT_DELAY_MIN_S,
+    SILENCE_MAX_S,
 )
 from tensorcast_connector.errors import DeadlineExceeded, TensorcastError, Unavailable
 from tensorcast_connector.net.rpc import result_of
 from tensorcast_connector.net.transport import Network, Stream
 from tensorcast_connector.types import Address
 from tensorcast_connector.wire.frames import Frame, FrameDecoder, Kind, encode_frame
-from tensorcast_connector.wire.messages import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Hello, Message, Welcome, encode
+from tensorcast_connector.wire.messages import (
+    PROTOCOL_VERSION,
+    PROTOCOL_VERSION_MIN,
+    Hello,
+    Message,
+    Ping,
+    Welcome,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=Message)
@@ -60,6 +70,8 @@ class RpcClient:
         self.address = address
         self.server_id = ""
         self.connected = False
+        self._heard_s = 0.0
+        self._given_up: Unavailable | None = None
 
     def __repr__(self) -> str:
         return f"<RpcClient {self.address} {'connected' if self.connected else 'down'}, {len(self._pending)} pending>"
@@ -159,7 +171,12 @@ class RpcClient:
             if not reading.done():
                 self.connected = True
                 self._changed.set()
-            return await reading
+            watching = asyncio.get_running_loop().create_task(self._watch(stream))
+            try:
+                return await reading
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
         except Unavailable:
             if reading.done() and not reading.cancelled():
                 return reading.result()  # the reason behind it
@@ -172,9 +189,11 @@ class RpcClient:
     async def _read(self, stream: Stream) -> TensorcastError:
         """Hands replies to those who wait for them, until the connection ends; returns why."""
         decoder = FrameDecoder()
+        self._given_up = None
         error: TensorcastError = Unavailable(f"{self.address} closed the connection")
         try:
             while data := await stream.receive():
+                self._heard_s = asyncio.get_running_loop().time()
                 for frame in decoder.feed(data):
                     if frame.request_id == 0:
                         result_of(frame, Message)  # the server says why it ends the connection
@@ -182,9 +201,25 @@ class RpcClient:
                     if future is not None and not future.done():
                         future.set_result(frame)
         except TensorcastError as why:
-            error = why
+            error = self._given_up or why
         self._fail_pending(error)
         return error
+
+    async def _watch(self, stream: Stream) -> None:
+        """Gives the connection up when the other side is silent: stopped, or gone without the kernel telling us."""
+        loop = asyncio.get_running_loop()
+        self._heard_s = loop.time()
+        while True:
+            await asyncio.sleep(PING_INTERVAL_S)
+            if loop.time() - self._heard_s >= SILENCE_MAX_S:
+                await asyncio.sleep(PING_INTERVAL_S / 10)  # if it was we who stood still, the answers are read now
+            if (silent_s := loop.time() - self._heard_s) >= SILENCE_MAX_S:
+                self._given_up = Unavailable(f"{self.address} has been silent for {silent_s:.0f} s")
+                stream.close()
+                return
+            request_id = self._next_id
+            self._next_id += 1
+            stream.write(encode_frame(Kind.REQUEST, request_id, encode(Ping())))
 
     def _fail_pending(self, error: TensorcastError) -> None:
         for future in self._pending.values():

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 
 from tensorcast_connector.config import HEARTBEAT_INTERVAL_S, MEMBER_TTL_S, STORE_TIMEOUT_S
-from tensorcast_connector.errors import Conflict, NotFound, ProtocolError, TensorcastError
+from tensorcast_connector.errors import Conflict, NotFound, TensorcastError, Unavailable
 from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.types import InstanceId, WorkerId
 from tensorcast_connector.wire.messages import (
@@ -104,8 +104,10 @@ class Membership:
             request = RegisterInstance(record, self._lease_id) if record else RemoveInstance(instance_id)
             try:
                 await self._client.call(request, Ok, STORE_TIMEOUT_S)
-            except ProtocolError as error:
-                logger.warning("engine %r is not listed: %s", instance_id, error)
+            except Unavailable:
+                raise
+            except TensorcastError as error:
+                logger.warning("engine %r is not listed: %s", instance_id[:64], error)
             if self._instances.get(instance_id) is record:  # else it changed meanwhile, and is told again
                 self._unlisted.discard(instance_id)
         if revision != self._revision:

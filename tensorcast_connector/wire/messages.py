@@ -51,6 +51,10 @@ class Ok(Message):
     """Done, nothing to add."""
 
 
+class Ping(Message):
+    """Are you there? Answered with Ok by every server, before anything else it may be busy with."""
+
+
 class GetStatistics(Message):
     """What the process counts."""
 
@@ -268,11 +272,19 @@ class Members(Message):
 
 
 EngineRequest = (
-    Hello | GetStatistics | MapArena | AttachInstance | Lookup | Release | Acquire | Reserve | Commit | Abort
+    Hello | Ping | GetStatistics | MapArena | AttachInstance | Lookup | Release | Acquire | Reserve | Commit | Abort
 )
-PeerRequest = Hello | GetStatistics | Locate | Announce | Fetch
+PeerRequest = Hello | Ping | GetStatistics | Locate | Announce | Fetch
 StoreRequest = (
-    Hello | GetStatistics | RegisterWorker | RegisterInstance | RemoveInstance | KeepAlive | RevokeLease | ListMembers
+    Hello
+    | Ping
+    | GetStatistics
+    | RegisterWorker
+    | RegisterInstance
+    | RemoveInstance
+    | KeepAlive
+    | RevokeLease
+    | ListMembers
 )
 Reply = (
     Welcome | Ok | Statistics | ArenaInfo | LookupResult | Acquired | Reserved | Located | Fetched | LeaseGranted | Alive

@@ -374,3 +374,40 @@ def test_nonsense_offsets_are_refused(host: Host, attach: Any) -> None:
     host.worker.pages.reserve = lambda *_: [0]  # type: ignore[method-assign]
     with pytest.raises(ProtocolError, match="1 slots for 4 pages"):
         one.reserve(SPACE, KEYS, PAGE, one.mapping)
+
+
+@pytest.mark.slow
+def test_what_a_stopped_worker_reserves_too_late_is_given_back(
+    host: Host, attach: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.start()
+    one, other = attach(), attach()
+    stopped = threading.Event()
+    host.loop.call_soon_threadsafe(stopped.wait, 5)
+    monkeypatch.setattr(module, "SAVE_TIMEOUT_S", 0.02)
+    with pytest.raises(DeadlineExceeded):
+        one.reserve(SPACE, KEYS, PAGE, one.mapping)
+    stopped.set()
+    monkeypatch.undo()
+    until_blocking(lambda: other.statistics()["pages_reserved"] == 0)
+    assert save(other) == len(KEYS), "somebody else may write them"
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_but_not_dead_is_given_up_and_found_again(
+    host: Host, attach: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rpc_client, "PING_INTERVAL_S", 0.02)
+    monkeypatch.setattr(rpc_client, "SILENCE_MAX_S", 0.1)
+    host.start()
+    one = attach()
+    mapping = one.mapping
+    stopped = threading.Event()
+    host.loop.call_soon_threadsafe(stopped.wait, 5)
+    with pytest.raises(Unavailable, match="has been silent for"):
+        one.reserve(SPACE, KEYS, PAGE, mapping)
+    assert not one.connected and not one.still_holds(mapping)
+    stopped.set()
+    until_blocking(lambda: one.connected)
+    assert caplog.text.count("lost the worker") == 1
+    assert save(one) == len(KEYS)

@@ -157,6 +157,16 @@ async def test_cancelled_before_the_handler_began(pair: Pair) -> None:
     stream.close()
 
 
+@pytest.mark.slow
+async def test_a_busy_server_that_answers_pings_is_not_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc_client, "PING_INTERVAL_S", 0.02)
+    monkeypatch.setattr(rpc_client, "SILENCE_MAX_S", 0.2)
+    client = await pair.connected()
+    with pytest.raises(DeadlineExceeded):
+        await client.call(lookup("slow"), LookupResult, 0.5)
+    assert client.connected
+
+
 async def test_a_broken_connection_fails_pending_calls_at_once(pair: Pair) -> None:
     lost: list[str] = []
     client = await pair.connected(on_disconnected=lambda error: lost.append(str(error)))

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tensorcast_connector.client.attachment import Attachment
-from tensorcast_connector.config import ConnectorConfig, parse_address
+from tensorcast_connector.config import SAVE_BACKLOG_BLOCKS_MAX, ConnectorConfig, parse_address
 from tensorcast_connector.engines.device import copier_for
 from tensorcast_connector.engines.vllm.jobs import StepJobs
 from tensorcast_connector.engines.vllm.metadata import SavesDone, StepMetadata
@@ -130,9 +130,17 @@ class TensorcastConnector(KVConnectorBase_V1, SupportsHMA):
             block_tokens=self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
             ranks=ranks_of(self._vllm_config.parallel_config), group=0,
             loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer,
+            backlog_blocks_max=max(1, min(SAVE_BACKLOG_BLOCKS_MAX, self._kv_cache_config.num_blocks // 8)),
         )  # fmt: skip
+        self._attachment.describe(self._instance("not known yet"))
         # Reading the weights may take long; until their epoch is known nothing is shared.
         threading.Thread(target=self._find_epoch, name="tensorcast-epoch", daemon=True).start()
+
+    def _instance(self, namespace: str) -> AttachInstance:
+        model = self._vllm_config.model_config
+        served = model.served_model_name
+        shown = served[0] if isinstance(served, list) else served or model.model
+        return AttachInstance(str(self._vllm_config.kv_transfer_config.engine_id), "vllm", str(shown), namespace)
 
     def _find_epoch(self) -> None:
         epoch = epoch_of_weights(self._vllm_config, self._config)
@@ -154,10 +162,7 @@ class TensorcastConnector(KVConnectorBase_V1, SupportsHMA):
             logger.exception("tensorcast: the identity of this engine's pages is unknown; serving without the pool")
             self._scheduler.use_keyspaces(None)
             return
-        transfer, model = self._vllm_config.kv_transfer_config, self._vllm_config.model_config
-        served = model.served_model_name
-        shown = served[0] if isinstance(served, list) else served or model.model
-        self._attachment.describe(AttachInstance(str(transfer.engine_id), "vllm", str(shown), namespace))
+        self._attachment.describe(self._instance(namespace))
         logger.info("tensorcast: KV namespace %s (weights %s)", namespace[:16], epoch)
         self._scheduler.use_keyspaces(spaces)
 
@@ -168,6 +173,7 @@ class TensorcastConnector(KVConnectorBase_V1, SupportsHMA):
         """A cache: a save that is dropped is only a later miss."""
         return False
 
+    @_harmless(None)
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """vLLM: the block pool exists."""
         if self._scheduler is not None:
@@ -191,6 +197,7 @@ class TensorcastConnector(KVConnectorBase_V1, SupportsHMA):
             block_ids = blocks.get_block_ids()[0] if num_external_tokens else []
             self._scheduler.allocated(request, block_ids, num_external_tokens)
 
+    @_harmless(dict)
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """vLLM: which tier the loaded tokens come from, for its metrics."""
         if self._scheduler is None:
@@ -257,8 +264,10 @@ class TensorcastConnector(KVConnectorBase_V1, SupportsHMA):
         names = self._kv_cache_config.kv_cache_groups[0].layer_names
         try:
             self._rank.use(copier_for([kv_caches[name] for name in names]))
-        except (ConfigError, KeyError) as error:
+        except ConfigError as error:
             logger.warning("tensorcast: %s; serving without the pool", error)
+        except Exception:
+            logger.exception("tensorcast: this KV cache is not understood; serving without the pool")
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """vLLM: loads of this step begin."""

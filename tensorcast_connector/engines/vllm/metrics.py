@@ -1,6 +1,6 @@
 """What the connector adds to vLLM's own `/metrics`: whether the pool is there, and the pages that moved.
 
-    tensorcast:attached              1 while every rank has a worker, else 0
+    tensorcast:attached              1 if every rank had a worker at the engine's last step, else 0
     tensorcast:pages_loaded_total    pages copied from the pool into the KV cache
     tensorcast:pages_failed_total    pages that could not be loaded and were computed
     tensorcast:pages_saved_total     pages copied from the KV cache into the pool
@@ -57,7 +57,7 @@ class PoolMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._attached = self._gauge_cls(
             name="tensorcast:attached",
-            documentation="1 while every rank has a worker, else 0.",
+            documentation="1 if every rank had a worker at the last engine step, else 0.",
             multiprocess_mode="mostrecent",
             labelnames=labelnames,
         )

@@ -71,6 +71,7 @@ class SchedulerSide:
         ranks: how many ranks report on each save.
         group: index of the KV group whose blocks are shared.
         loads, saves: from kv_role.
+        backlog_blocks_max: blocks that may be pinned for saving; beyond it new ones are not saved.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class SchedulerSide:
         group: int,
         loads: bool,
         saves: bool,
+        backlog_blocks_max: int = SAVE_BACKLOG_BLOCKS_MAX,
     ) -> None:
+        self._backlog_blocks_max = backlog_blocks_max
         self._config = config
         self._worker = worker
         self._now = now
@@ -184,9 +187,8 @@ class SchedulerSide:
             return
         start = tracked.matched_from
         end = start + external_tokens // self._block_tokens
-        assert self._keyspaces is not None and len(block_ids) >= end
         hashes = [bytes(each) for each in request.block_hashes[start:end]]
-        self._new_loads.append(LoadJob(request.request_id, self._keyspaces, list(block_ids[start:end]), hashes))
+        self._new_loads.append(LoadJob(request.request_id, self._keyspaces or [], list(block_ids[start:end]), hashes))
         self.counters["hits"] += 1
         self.counters["tokens_matched"] += external_tokens
         # The hold stays until the load has finished; the lookup itself is used up.
@@ -207,10 +209,15 @@ class SchedulerSide:
         jobs = StepJobs(self._new_loads, [])
         self._new_loads = []
         if self._saves and self._keyspaces is not None and self._worker.connected and self._pins is not None:
-            for request_id, tokens in scheduled_tokens.items():
-                job = self._save_job(request_id, tokens, block_ids_of)
-                if job is not None:
-                    jobs.saves.append(job)
+            try:
+                for request_id, tokens in scheduled_tokens.items():
+                    job = self._save_job(request_id, tokens, block_ids_of)
+                    if job is not None:
+                        jobs.saves.append(job)
+            except Exception:
+                # The loads must go out whatever happens: their requests wait for them.
+                logger.exception("tensorcast: planning saves failed; serving without the pool from now on")
+                self.stop()
         return jobs
 
     def _save_job(self, request_id: str, tokens: int, block_ids_of: Callable[[str], Sequence[int]]) -> SaveJob | None:
@@ -223,7 +230,7 @@ class SchedulerSide:
         if not self._config.save_decode:
             full = min(full, request.num_prompt_tokens // self._block_tokens)
         start = tracked.saved_blocks
-        if full <= start or self.blocks_pinned + full - start > SAVE_BACKLOG_BLOCKS_MAX:
+        if full <= start or self.blocks_pinned + full - start > self._backlog_blocks_max:
             return None
         block_ids = list(block_ids_of(request_id))[start:full]
         if len(block_ids) < full - start:
