@@ -1,6 +1,7 @@
 """A real vLLM on this machine's CPU: started, asked for its metrics, stopped."""
 
 import os
+import tempfile
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -139,5 +140,9 @@ def cpus_of(index: int, engines: int) -> str:
 def start(supervisor: Supervisor, name: str, options: EngineOptions) -> Engine:
     """Start an engine; use `wait` before asking it anything, and start several before waiting for the first."""
     port = supervisor.port()
-    running = supervisor.start(name, options.command(port), env=options.environment())
+    # vLLM leaves its sockets behind in the temporary folder; this one goes with the run.
+    temporary = Path(tempfile.mkdtemp(prefix="vllm-"))
+    supervisor.cleanup(temporary)
+    environment = {**options.environment(), "TMPDIR": str(temporary)}
+    running = supervisor.start(name, options.command(port), env=environment)
     return Engine(name, f"http://127.0.0.1:{port}", options.served_name, running)

@@ -337,11 +337,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
+    folder: Path | None = None
     try:
         with terminated_as_exit(), Supervisor() as supervisor:
+            folder = supervisor.folder
             return 0 if Quickstart(options, supervisor, console).main() else 1
     except DemoError as error:
         print(f"quickstart: {error}", file=sys.stderr)
+        print(f"quickstart: the logs of all programs are in {folder}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("quickstart: interrupted; everything it started is stopped", file=sys.stderr)

@@ -1,6 +1,8 @@
 """An engine of its own for each fault: no worker at the start, too few blocks, two ranks."""
 
 import asyncio
+import os
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +42,36 @@ def test_an_engine_whose_worker_comes_late_serves_without_it_and_joins_by_itself
     seconds(made, tokens(12, 1500), salt)
     assert (made.sources() - before).pool == 1500 // 128 * 128
     assert "Traceback" not in made.running.log.read_text()
+
+
+def test_a_worker_that_is_stopped_but_not_dead_does_not_hold_the_engine_up(
+    supervisor: Supervisor, start_worker: Callable[[str, str], Started], tiny: Path, start_engine: Start, salt: str
+) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="tensorcast-"))
+    supervisor.cleanup(folder)
+    worker = start_worker("stopped", f"unix:{folder}/worker.sock")
+    few = ("--num-gpu-blocks-override", "60", "--max-model-len", "4096")
+    made = start_engine("frozen-worker", EngineOptions(tiny, kv_transfer=pool.connector(worker["worker"]), args=few))
+    made.wait()
+    until(lambda: made.running.log.read_text().count("attached to worker") == 2, "attached")
+    before = sorted(seconds(made, tokens(600 + each, 1000), salt) for each in range(9))[4]
+    os.kill(worker.running.process.pid, signal.SIGSTOP)
+    try:
+        asked = [seconds(made, tokens(700 + each, 1000), salt) for each in range(30)]
+        assert "has been silent for" in made.running.log.read_text()
+        late = sorted(asked[15:])[7]
+        print(
+            f"\nmedian of a request: {before:.2f} s, with a stopped worker {late:.2f} s, the slowest {max(asked):.2f} s"
+        )
+        assert late < 3 * before
+        until(lambda: idle(made), "no block stays pinned")
+    finally:
+        os.kill(worker.running.process.pid, signal.SIGCONT)
+    until(lambda: made.running.log.read_text().count("attached to worker") >= 4, "attached again")
+    assert statistics(worker)["pages_reserved"] == 0
+    pages = statistics(worker)["pages_saved"]
+    saved(made, [tokens(800, 1000)], salt)
+    until(lambda: statistics(worker)["pages_saved"] >= pages + 1000 // 128, "saved again")
 
 
 def test_preempted_requests_save_and_load_the_right_pages(
