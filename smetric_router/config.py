@@ -16,6 +16,8 @@ import msgspec
 
 from smetric_router.errors import ConfigError
 
+# The chunks of one request that are hashed and remembered; with chunks of 512 bytes, 16 MiB of prompt.
+CHUNKS_PER_REQUEST_MAX = 32_768
 ENV_CONFIG = "SMETRIC_ROUTER_CONFIG"
 ENV_ENGINE_API_KEY = "SMETRIC_ROUTER_ENGINE_API_KEY"
 
@@ -47,7 +49,7 @@ class RouterConfig:
     index_chunks_max: int = 4_194_304
     """Chunks remembered over all instances, about 150 bytes of memory each."""
 
-    body_bytes_max: int = 134_217_728
+    body_bytes_max: int = 33_554_432
     usage_scan_bytes_max: int = 4_194_304
     """An answer larger than this is passed on without looking for its usage."""
     connect_timeout_s: float = 3.0
@@ -62,10 +64,18 @@ class RouterConfig:
     health_timeout_s: float = 5.0
     health_failures_max: int = 3
     """Time-outs in a row until an instance counts as down; a refused connection counts at once."""
+    down_grace_s: float = 5.0
+    """A request on an instance that is down is given up after this much silence."""
     models_interval_s: float = 10.0
 
     log_format: str = "logfmt"
     log_level: str = "info"
+
+    @property
+    def chunks_per_request_max(self) -> int:
+        """Of a longer prompt the rest is not looked at, so that one request cannot drop everybody else's chunks."""
+        per_engine = self.index_chunks_max // max(1, len(self.engines))
+        return max(1, min(CHUNKS_PER_REQUEST_MAX, per_engine // 4))
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -75,11 +85,14 @@ class RouterConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} is not one of {', '.join(choices)}")
+        if not self.engine_api_key.isprintable() or not self.engine_api_key.isascii():
+            raise ConfigError("engine_api_key: only printable ASCII characters can be sent")
+        seen: set[tuple[object, ...]] = set()
         for url in self.engines:
-            _check_engine(url)
-        for url in self.engines:
-            if self.engines.count(url) > 1:
+            place = _check_engine(url)
+            if place in seen:
                 raise ConfigError(f"engines: {url} is listed twice")
+            seen.add(place)
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -97,6 +110,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("health_recheck_s", 0.05, 3600),
     ("health_timeout_s", 0.05, 3600),
     ("health_failures_max", 1, 1000),
+    ("down_grace_s", 0, 86_400),
     ("models_interval_s", 0.05, 86_400),
 )
 _CHOICES = {"log_format": ("logfmt", "json"), "log_level": ("debug", "info", "warning", "error")}
@@ -118,6 +132,9 @@ def load_config(
     values |= _checked(dict(options or {}), "the command line")
     if "engines" in values and isinstance(values["engines"], list | tuple):
         values["engines"] = [url.rstrip("/") if isinstance(url, str) else url for url in values["engines"]]
+    if isinstance(key := values.get("engine_api_key"), str):
+        # A key read from a file brings the end of its line along.
+        values["engine_api_key"] = key.strip()
     try:
         return msgspec.convert(values, RouterConfig)
     except msgspec.ValidationError as error:
@@ -168,12 +185,17 @@ def _set(values: dict[str, Any], setting: str) -> None:
     values[first] = tables
 
 
-def _check_engine(url: str) -> None:
+def _check_engine(url: str) -> tuple[object, ...]:
+    """What tells the engine from others, however its URL is written. Raises ConfigError if it is not usable."""
+    if not url.isprintable() or " " in url:
+        raise ConfigError(f"engines: {url!r} has a space or a control character in it")
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
+        host, port = parts.hostname, parts.port
     except ValueError as error:
         raise ConfigError(f"engines: {url!r} is not a URL: {error}") from None
+    if "@" in parts.netloc:
+        raise ConfigError(f"engines: the URL for {host} has credentials in it; clients send their own")
     if parts.scheme not in ("http", "https") or not host:
         raise ConfigError(f"engines: {url!r} is not a URL like http://127.0.0.1:8001")
     if parts.query or parts.fragment:
@@ -182,3 +204,4 @@ def _check_engine(url: str) -> None:
         raise ConfigError(
             f"engines: {url!r} ends with /v1; give the address without it, requests bring their whole path"
         )
+    return parts.scheme, host, port or (443 if parts.scheme == "https" else 80), parts.path.rstrip("/")

@@ -65,6 +65,13 @@ class NoInstance(RouterError):
     code = "no_instance"
 
 
+class OutOfResources(RouterError):
+    """The router itself is out of descriptors, ports or memory; no instance is to blame."""
+
+    status = 503
+    code = "out_of_resources"
+
+
 class UpstreamFailed(RouterError):
     """An instance broke the exchange; the client did nothing wrong."""
 

@@ -1,5 +1,6 @@
 """The policies by name, and how their parameters are read."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -26,9 +27,14 @@ def build_policy(name: str, options: Mapping[str, Any]) -> Policy:
         if key not in known:
             raise ConfigError(f"policies.{name}: unknown key {key!r}; {_hint(key, known)}")
     try:
-        return msgspec.convert(dict(options), kind)
+        policy = msgspec.convert(dict(options), kind)
     except msgspec.ValidationError as error:
         raise ConfigError(f"policies.{name}: {error}") from None
+    for key in options:
+        value = getattr(policy, key)
+        if isinstance(value, int | float) and not 0 <= value < math.inf:
+            raise ConfigError(f"policies.{name}.{key} = {value!r} is not a finite number from 0 on")
+    return policy
 
 
 def build_policies(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Policy]:

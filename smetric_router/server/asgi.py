@@ -16,8 +16,9 @@ Headers = list[tuple[bytes, bytes]]
 async def read_body(receive: Receive, limit: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     """The whole request body; None when the client went away meanwhile. Raises TooLarge beyond the limit."""
     for name, value in headers:
-        if name == b"content-length" and value.isdigit() and int(value) > limit:
-            raise TooLarge(f"the body has {int(value)} bytes; the limit is {limit}")
+        # Any number of digits is allowed there, but Python converts no more than so many.
+        if name == b"content-length" and value.isdigit() and (length := int(value.lstrip(b"0")[:20] or b"0")) > limit:
+            raise TooLarge(f"the body has {length} bytes; the limit is {limit}")
     parts: list[bytes] = []
     size = 0
     while True:

@@ -1,16 +1,19 @@
 """Keeps the health and the model lists of the instances current: one task per instance, nothing in the request path."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
 
 import msgspec
 
 from smetric_router.config import RouterConfig
-from smetric_router.errors import UpstreamFailed, UpstreamUnreachable
+from smetric_router.errors import OutOfResources, UpstreamDisconnected, UpstreamFailed, UpstreamUnreachable
 from smetric_router.server.logs import log
 from smetric_router.server.upstream import Upstream
 from smetric_router.state.cluster import ClusterState, Health
 from smetric_router.types import InstanceDown, InstanceUp, ModelsSeen
+
+_T = TypeVar("_T")
 
 
 class _ModelList(msgspec.Struct):
@@ -19,6 +22,50 @@ class _ModelList(msgspec.Struct):
 
 class _Model(msgspec.Struct):
     id: str
+
+
+class Arrivals:
+    """Everything that is being waited for from the engines.
+
+    An engine may stop and leave its connections open and silent, so no wait outlives `grace_s` of an engine that is
+    down. What still arrives from such an engine begins a new wait.
+    """
+
+    def __init__(self, instances: Iterable[str], grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._limits: dict[str, set[asyncio.Timeout]] = {instance: set() for instance in instances}
+        self._down: set[str] = set()
+
+    async def wait(self, instance: str, arriving: Awaitable[_T]) -> _T:
+        """Wait for something from the instance. Raises UpstreamDisconnected when the instance is down and silent."""
+        limit = asyncio.timeout(self._grace_s if instance in self._down else None)
+        try:
+            async with limit:
+                self._limits[instance].add(limit)
+                return await arriving
+        except TimeoutError:
+            if limit.expired():
+                raise UpstreamDisconnected(f"{instance} is down and silent for {self._grace_s:g} s") from None
+            raise
+        finally:
+            self._limits[instance].discard(limit)
+
+    def down(self, instance: str) -> None:
+        """From now on what is silent is given up after the grace time."""
+        if instance not in self._down:
+            self._down.add(instance)
+            self._reschedule(instance, asyncio.get_running_loop().time() + self._grace_s)
+
+    def up(self, instance: str) -> None:
+        """Silence means nothing any more."""
+        if instance in self._down:
+            self._down.discard(instance)
+            self._reschedule(instance, None)
+
+    def _reschedule(self, instance: str, when: float | None) -> None:
+        for limit in self._limits[instance]:
+            if not limit.expired():
+                limit.reschedule(when)
 
 
 class HealthMonitor:
@@ -31,6 +78,7 @@ class HealthMonitor:
         self._upstream = upstream
         self._config = config
         self._clock = clock
+        self.arrivals = Arrivals(config.engines, config.down_grace_s)
         self._wake = {instance: asyncio.Event() for instance in config.engines}
         self._timeouts = dict.fromkeys(config.engines, 0)
         self._models_due = dict.fromkeys(config.engines, float("-inf"))
@@ -68,6 +116,8 @@ class HealthMonitor:
     async def _check(self, instance: str) -> None:
         try:
             await self._check_health(instance)
+        except OutOfResources as error:
+            log.warning("no health check", extra={"fields": {"instance": instance, "cause": error.message}})
         except Exception:
             # One odd answer must not end the checks, nor keep the router from starting.
             log.exception("health check failed", extra={"fields": {"instance": instance}})
@@ -95,6 +145,7 @@ class HealthMonitor:
         if not self._is_up(instance):
             log.info("instance up", extra={"fields": {"instance": instance}})
             self._state.apply(InstanceUp(instance), self._clock())
+            self.arrivals.up(instance)
 
     async def _read_models(self, instance: str) -> None:
         self._models_due[instance] = self._clock() + self._config.models_interval_s
@@ -119,3 +170,4 @@ class HealthMonitor:
         if self._state.health(instance) is not Health.DOWN:
             log.warning("instance down", extra={"fields": {"instance": instance, "cause": cause}})
         self._state.apply(InstanceDown(instance, cause), self._clock())
+        self.arrivals.down(instance)

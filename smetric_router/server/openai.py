@@ -70,7 +70,7 @@ class Proxy:
         self._health = health
         self._metrics = metrics
         self._clock = clock
-        self._reader = RequestReader(config.chunk_bytes)
+        self._reader = RequestReader(config.chunk_bytes, config.chunks_per_request_max)
         self._turn_header = config.turn_header.lower().encode()
         self._tenant_header = config.tenant_header.lower().encode()
         self._policy_header = config.policy_header.lower().encode()
@@ -85,6 +85,8 @@ class Proxy:
         target = (target + b"?" + query if query else target).decode("latin-1")
         exchange = Exchange(request_id, scope["method"], target, headers, b"", begun)
         try:
+            if not target.startswith("/"):
+                raise BadRequest(f"{scope['method']} {target}: not a path")
             body = await read_body(receive, self._config.body_bytes_max, headers)
             if body is None:
                 raise ClientGone
@@ -95,15 +97,22 @@ class Proxy:
         except ClientGone:
             exchange.status, exchange.error = CLIENT_GONE_STATUS, "client gone"
         except RouterError as error:
-            exchange.error = error.message
-            if not exchange.started:
-                exchange.status = error.status
-                await send_error(send, error, self._own_headers(exchange))
+            await self._refuse(exchange, error, send)
         except asyncio.CancelledError:
             exchange.error = "the router stopped"
             raise
+        except Exception as error:
+            log.exception("internal error", extra={"fields": {"request_id": exchange.id}})
+            await self._refuse(exchange, RouterError(f"the router failed: {type(error).__name__}"), send)
         finally:
             self._answered(exchange)
+
+    async def _refuse(self, exchange: Exchange, error: RouterError, send: Send) -> None:
+        """Answer with the error, unless the client has got something already."""
+        exchange.error = error.message
+        if not exchange.started:
+            exchange.started, exchange.status = True, error.status
+            await send_error(send, error, self._own_headers(exchange))
 
     def _read(self, exchange: Exchange, path: str) -> None:
         headers = exchange.headers
@@ -139,14 +148,14 @@ class Proxy:
         answer: Answer | None = None
         computed, usage = False, Usage()
         try:
-            answer = await self._upstream.send(
-                instance, exchange.method, exchange.target, self._upstream_headers(exchange), exchange.body
-            )
+            headers = self._upstream_headers(exchange)
+            sending = self._upstream.send(instance, exchange.method, exchange.target, headers, exchange.body)
+            answer = await self._health.arrivals.wait(instance, sending)
             if answer.status in _RETRIED_STATUSES:
                 self._health.suspect(instance, UpstreamFailed(f"{instance} answered {answer.status}"))
                 if self._may_retry(exchange):
                     return False
-            chunk = await answer.next_chunk()
+            chunk = await self._next_chunk(exchange, answer)
             exchange.ttft_s = self._clock() - exchange.begun
             self._metrics.first_byte(instance, exchange.ttft_s)
             computed = answer.status < 400
@@ -184,7 +193,7 @@ class Proxy:
             await send({"type": "http.response.body", "body": chunk, "more_body": more})
             if more:
                 try:
-                    chunk = await answer.next_chunk()
+                    chunk = await self._next_chunk(exchange, answer)
                 except UpstreamDisconnected as error:
                     if not stream or scan.is_done():
                         # Left incomplete, so the server cuts the connection, as the engine did.
@@ -194,6 +203,9 @@ class Proxy:
                     await send({"type": "http.response.body", "body": event, "more_body": False})
                     raise
         return scan.usage()
+
+    async def _next_chunk(self, exchange: Exchange, answer: Answer) -> bytes:
+        return await self._health.arrivals.wait(exchange.tried[-1], answer.next_chunk())
 
     def _may_retry(self, exchange: Exchange) -> bool:
         """Whether another attempt is allowed and there is an instance for it."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -46,11 +47,12 @@ class Server(uvicorn.Server):
 def serve(config: RouterConfig, ready_file: Path | None = None) -> None:
     """Serve until SIGTERM or SIGINT; then take no more, and give what runs `drain_timeout_s` to end.
 
-    Raises ConfigError when it cannot listen on the address.
+    Raises ConfigError when it cannot listen on the address or write the ready file.
     """
     app = RouterApp(config)
+    _raise_descriptor_limit()
     if ready_file is not None:
-        ready_file.unlink(missing_ok=True)
+        _make_writable(ready_file)
     listener = _listen(config.host, config.port)
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
@@ -70,7 +72,11 @@ def serve(config: RouterConfig, ready_file: Path | None = None) -> None:
         f"http://{host}:{port}",
         ready_file,
     )
-    server.run(sockets=[listener])
+    try:
+        server.run(sockets=[listener])
+    finally:
+        if ready_file is not None:
+            ready_file.unlink(missing_ok=True)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -83,13 +89,40 @@ def _listen(host: str, port: int) -> socket.socket:
         except OSError:
             listener.close()
             raise
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        # A name that cannot be one is a ValueError.
+        cause = error.strerror if isinstance(error, OSError) else error
+        shown = host if host.isprintable() else repr(host)
+        raise ConfigError(f"cannot listen on {shown}:{port}: {cause}") from None
     return listener
 
 
+def _raise_descriptor_limit() -> None:
+    """Every request takes two descriptors, and the usual soft limit is for programs that use select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError) as error:
+            log.warning("descriptor limit not raised", extra={"fields": {"limit": soft, "cause": str(error)}})
+
+
+def _make_writable(ready_file: Path) -> None:
+    """Remove an old ready file, and find out now whether the new one can be written."""
+    try:
+        ready_file.unlink(missing_ok=True)
+        _write_partial(ready_file, "").unlink()
+    except (OSError, ValueError) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--ready-file: cannot write {ready_file}: {cause}") from None
+
+
 def _write_atomically(path: Path, text: str) -> None:
+    _write_partial(path, text).replace(path)
+
+
+def _write_partial(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
-    partial.replace(path)
+    return partial

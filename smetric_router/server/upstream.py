@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import errno
+import re
 from collections.abc import Iterable, Iterator
 from io import BytesIO
 
@@ -9,7 +11,7 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
-from smetric_router.errors import UpstreamDisconnected, UpstreamFailed, UpstreamUnreachable
+from smetric_router.errors import OutOfResources, UpstreamDisconnected, UpstreamFailed, UpstreamUnreachable
 from smetric_router.server.asgi import Headers
 
 # Headers that speak of one connection and not of the message.
@@ -22,6 +24,10 @@ HOP_BY_HOP = frozenset(
 # Beyond this the client library copies in pieces instead of at once.
 ONE_WRITE_BYTES_MAX = 1 << 20
 _NOT_SENT = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+_OWN_FAULTS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EADDRNOTAVAIL))
+# What the router's web server refuses to send.
+_is_odd_name = re.compile(rb'[\x00-\x20\x7f()<>@,;:\[\]={}\\"]').search
+_is_odd_value = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]").search
 _NO_AUTOMATIC_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 
@@ -78,7 +84,8 @@ class Upstream:
     async def send(self, instance: str, method: str, target: str, headers: Headers, body: bytes) -> Answer:
         """Send a request and wait for the head of the answer.
 
-        Raises UpstreamUnreachable if the engine cannot have seen the request, else UpstreamDisconnected.
+        Raises UpstreamUnreachable if the engine cannot have seen the request, else UpstreamDisconnected; and
+        OutOfResources if that is the router's own fault.
         """
         assert self._session is not None
         data: bytes | BytesIO | None = body if len(body) <= ONE_WRITE_BYTES_MAX else BytesIO(body)
@@ -92,7 +99,11 @@ class Upstream:
                 headers=_outgoing(headers),
                 allow_redirects=False,
             )
-        return Answer(response, instance)
+        answer = Answer(response, instance)
+        if odd := _oddity(answer):
+            answer.close()
+            raise UpstreamDisconnected(f"{instance} answered with {odd}")
+        return answer
 
     async def get(self, instance: str, path: str, *, api_key: str, timeout_s: float) -> tuple[int, bytes]:
         """A small call of the router's own. Raises UpstreamFailed, or TimeoutError."""
@@ -117,6 +128,16 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]
     return [(name, value) for name, value in kept if name not in dropped]
 
 
+def _oddity(answer: Answer) -> str | None:
+    """What keeps the answer from being passed on, if anything does."""
+    if not 200 <= answer.status <= 599:
+        return f"the status {answer.status}"
+    for name, value in answer.headers:
+        if not name or _is_odd_name(name) or _is_odd_value(value):
+            return f"the header {name + b': ' + value!r}"
+    return None
+
+
 def _outgoing(headers: Headers) -> CIMultiDict[str]:
     return CIMultiDict((name.decode("latin-1"), _text(value)) for name, value in end_to_end(headers, _NOT_SENT))
 
@@ -134,6 +155,9 @@ def _mapped(instance: str) -> Iterator[None]:
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        if isinstance(error, OSError) and error.errno in _OWN_FAULTS:
+            message = f"the router cannot open another connection: {error.strerror}"
+            raise OutOfResources(message, retry_after_s=1) from error
         raise UpstreamUnreachable(f"no connection to {instance}: {error or type(error).__name__}") from error
     except aiohttp.InvalidURL as error:
         raise UpstreamFailed(f"cannot ask {instance} for that: {error}") from error

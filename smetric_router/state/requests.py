@@ -5,10 +5,13 @@ each length-prefixed and folded into the seed of the chain; then the pieces of t
 as the raw JSON bytes received. A chunk has a fixed size and ends early at the end of a piece, so the whole history of
 a follow-up is a whole number of chunks however short its messages are. JSON values delimit themselves, so pieces need
 no length; that leaves a prompt that merely grew with the same leading bytes.
+
+The work on one request is bounded: what follows after so many messages or chunks is not looked at.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import msgspec
 from msgspec import Raw
@@ -20,6 +23,7 @@ from smetric_router.types import Chain, ClusterView, RequestInfo
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 FOLLOW_UP_SHARE = 0.5
+MESSAGES_MAX = 20_000
 
 
 class _Common(msgspec.Struct):
@@ -27,6 +31,13 @@ class _Common(msgspec.Struct):
 
     model: str | None = None
     stream: bool | None = None
+
+
+class _Loose(msgspec.Struct):
+    """The same where their types are not the expected ones."""
+
+    model: Raw = Raw()
+    stream: Raw = Raw()
 
 
 class _Prompted(_Common):
@@ -54,10 +65,13 @@ class _Message(msgspec.Struct):
 
 
 _decode_common = msgspec.json.Decoder(_Common).decode
+_decode_loose = msgspec.json.Decoder(_Loose).decode
+_decode_text = msgspec.json.Decoder(str).decode
 _decode_chat = msgspec.json.Decoder(_Chat).decode
 _decode_completion = msgspec.json.Decoder(_Completion).decode
 _decode_message = msgspec.json.Decoder(_Message).decode
 _ASSISTANT = Raw(b'"assistant"')
+_TRUE = Raw(b"true")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +79,7 @@ class RequestReader:
     """Reads requests into `RequestInfo`."""
 
     chunk_bytes: int = 512
+    chunks_max: int = 32_768
 
     def read(self, path: str, body: bytes, *, tenant: str = "", turn: str | None = None) -> RequestInfo:
         """The request as a decision sees it. `turn` is the client's own statement, if it makes one.
@@ -80,22 +95,29 @@ class RequestReader:
         if not body and not must_parse:
             return RequestInfo(tenant=tenant)
         try:
-            if path == CHAT_PATH:
-                return self._chat(_decode_chat(body), tenant)
-            if path == COMPLETIONS_PATH:
-                return self._completion(_decode_completion(body), tenant)
-            return _plain(_decode_common(body), tenant)
-        except msgspec.ValidationError:
-            return _plain(_lenient(body), tenant)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            try:
+                return self._typed(path, body, tenant)
+            except msgspec.ValidationError:
+                return _lenient(body, tenant)
+        # UnicodeDecodeError is a ValueError, as is what Python says of a number with too many digits.
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             if must_parse:
                 raise BadRequest(f"the body is not valid JSON: {error}") from None
             return RequestInfo(tenant=tenant)
 
+    def _typed(self, path: str, body: bytes, tenant: str) -> RequestInfo:
+        if path == CHAT_PATH:
+            return self._chat(_decode_chat(body), tenant)
+        if path == COMPLETIONS_PATH:
+            return self._completion(_decode_completion(body), tenant)
+        common = _decode_common(body)
+        return RequestInfo(common.model or "", tenant, stream=bool(common.stream))
+
     def _chat(self, body: _Chat, tenant: str) -> RequestInfo:
         head = [body.tools, body.functions, body.documents]
-        answers = [at for at, message in enumerate(body.messages) if _role(message) == _ASSISTANT]
-        chain, ends = self._chain(_seed(body, tenant), [*head, *body.messages])
+        messages = body.messages[:MESSAGES_MAX]
+        answers = [at for at, message in enumerate(messages) if _role(message) == _ASSISTANT]
+        chain, ends = self._chain(_seed(body, tenant), [*head, *messages])
         est_hit = ends[len(head) + answers[-1]] if answers else 0
         return RequestInfo(body.model or "", tenant, len(answers), est_hit, chain, bool(body.stream))
 
@@ -113,7 +135,7 @@ class RequestReader:
         for piece in pieces:
             begins.append(done)
             view = memoryview(piece)
-            for start in range(0, len(view), size):
+            for start in islice(range(0, len(view), size), self.chunks_max - len(digests)):
                 chunk = view[start : start + size]
                 seed = xxh3_64_intdigest(chunk, seed)
                 done += len(chunk)
@@ -138,20 +160,22 @@ def _seed(body: _Prompted, tenant: str) -> int:
     return xxh3_64_intdigest(b"".join(b"%d:%b" % (len(memoryview(part)), part) for part in parts))
 
 
-def _plain(body: Mapping[str, object] | _Common, tenant: str) -> RequestInfo:
-    if isinstance(body, _Common):
-        return RequestInfo(body.model or "", tenant, stream=bool(body.stream))
-    model = body.get("model")
-    return RequestInfo(model if isinstance(model, str) else "", tenant, stream=body.get("stream") is True)
-
-
-def _lenient(body: bytes) -> Mapping[str, object]:
-    """The body as it is, for the rare one whose fields have unexpected types."""
-    value = msgspec.json.decode(body)
-    return value if isinstance(value, dict) else {}
+def _lenient(body: bytes, tenant: str) -> RequestInfo:
+    """What can be told of the rare body whose fields have unexpected types."""
+    try:
+        loose = _decode_loose(body)
+    except msgspec.ValidationError:
+        return RequestInfo(tenant=tenant)
+    try:
+        model = _decode_text(loose.model)
+    except msgspec.DecodeError:
+        model = ""
+    return RequestInfo(model, tenant, stream=loose.stream == _TRUE)
 
 
 def _role(message: Raw) -> Raw:
+    if bytes(memoryview(message)[:1]) != b"{":
+        return Raw()
     try:
         return _decode_message(message).role
     except msgspec.ValidationError:

@@ -11,6 +11,8 @@ from smetric_router.types import Usage
 
 # The event with the usage is a few hundred bytes and followed by nothing but [DONE].
 TAIL_BYTES = 8192
+# No prompt is longer: a figure beyond it is no figure.
+TOKENS_MAX = 1_000_000_000
 _DONE = b"data: [DONE]"
 
 
@@ -81,9 +83,12 @@ class UsageScan:
 def _usage(text: bytes) -> Usage:
     try:
         figures = _decode(text).usage
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    # UnicodeDecodeError is a ValueError, as is what Python says of a number with too many digits.
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return Usage()
-    if figures is None:
+    if figures is None or figures.prompt_tokens is None or not 0 <= figures.prompt_tokens <= TOKENS_MAX:
         return Usage()
-    details = figures.prompt_tokens_details
-    return Usage(figures.prompt_tokens, details.cached_tokens if details else None)
+    cached = figures.prompt_tokens_details.cached_tokens if figures.prompt_tokens_details else None
+    if cached is not None:
+        cached = min(cached, figures.prompt_tokens) if cached >= 0 else None
+    return Usage(figures.prompt_tokens, cached)

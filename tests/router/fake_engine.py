@@ -79,7 +79,7 @@ class FakeEngine:
         """A short completion with the usage figures of a prefix cache of whole messages."""
         try:
             asked = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return web.json_response({"path": request.path, "bytes": len(body)})
         if not isinstance(asked, dict) or "messages" not in asked:
             return web.json_response({"path": request.path, "engine": self.name})

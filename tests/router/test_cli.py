@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import resource
 import signal
 import socket
 import sys
@@ -45,6 +46,10 @@ async def running(tmp_path: Path, *arguments: str) -> AsyncIterator[tuple[asynci
         (["serve", "--engine", "http://a:1", "--policy", "best"], "policy = 'best' is not one of smetric"),
         (["serve", "--engine", "http://a:1", "--set", "policies.smetric.overlod=1"], "did you mean 'overload'?"),
         (["serve", "--engine", "http://a:1", "--host", "999.1.1.1"], "cannot listen on 999.1.1.1:8000"),
+        (["serve", "--engine", "http://a:1", "--host", "a" * 300], "cannot listen on aaa"),
+        (["serve", "--engine", "http://a:1", "--host", "a\0\nb"], "cannot listen on 'a\\x00\\nb'"),
+        (["serve", "--engine", "http://a:1", "--ready-file", "/proc/x/ready"], "cannot write /proc/x/ready: No such"),
+        (["serve", "--engine", "http://a:1", "--ready-file", "/proc"], "cannot write /proc: "),
     ],
 )
 def test_a_wrong_configuration_is_one_line(capsys, monkeypatch, arguments, message) -> None:
@@ -82,12 +87,15 @@ async def test_serves_drains_and_leaves_with_zero(tmp_path, engines) -> None:
     ):
         async with client.post(f"{url}/v1/chat/completions", json={"messages": [], "stream": True}) as answer:
             await answer.content.readany()
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
             process.send_signal(signal.SIGTERM)
             await until(lambda: not accepts(url))
             finish.set()
             assert (await answer.read()).endswith(b"data: [DONE]\n\n")
         _, errors = await process.communicate()
     assert process.returncode == 0
+    assert not list((tmp_path / "new").iterdir()), "the ready file is removed"
     lines = [json.loads(line) for line in errors.splitlines()]
     assert "request" in [line["event"] for line in lines]
     assert not [line for line in lines if line["level"] not in ("info", "debug")]

@@ -69,6 +69,12 @@ def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("engines = ['http://a:1/v1/']", "ends with /v1"),
         ("engines = ['http://a:1?x=1']", "query"),
         ("engines = ['http://a:1', 'http://a:1/']", "http://a:1 is listed twice"),
+        ("engines = ['http://a:80', 'HTTP://A']", "HTTP://A is listed twice"),
+        ("engines = ['http://me:secret@a:1']", "the URL for a has credentials"),
+        ("engines = [' http://a:1']", "space or a control character"),
+        ('engines = ["http://a:1\\n"]', "space or a control character"),
+        ('engines = ["http://a:1/x\\u0000y"]', "space or a control character"),
+        ('engine_api_key = "secret\\nsecret"', "engine_api_key: only printable ASCII"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -77,6 +83,21 @@ def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as wrong:
         load_config(file)
     assert message in wrong.value.message
+    assert "\n" not in wrong.value.message and "secret" not in wrong.value.message
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "-0.1"])
+@pytest.mark.parametrize("key", ["overload", "hit_ratio", "overload_min", "tie_spread"])
+def test_policy_parameters_are_finite_and_not_negative(key: str, value: str) -> None:
+    config = load_config(None, [f"policies.smetric.{key}={value}"])
+    with pytest.raises(ConfigError, match=rf"policies\.smetric\.{key} = "):
+        build_policies(config.policies)
+    build_policies(load_config(None, [f"policies.smetric.{key}=0"]).policies)
+
+
+def test_the_end_of_the_line_is_no_part_of_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMETRIC_ROUTER_ENGINE_API_KEY", "secret\n")
+    assert load_config(None).engine_api_key == "secret"
 
 
 @pytest.mark.parametrize(
@@ -98,3 +119,9 @@ def test_mistakes_in_settings_are_named(setting: str, message: str) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none\.toml: No such file"):
         load_config(tmp_path / "none.toml")
+
+
+def test_one_request_takes_a_part_of_the_index_only() -> None:
+    assert RouterConfig(engines=("http://a:1",)).chunks_per_request_max == 32_768
+    assert RouterConfig(engines=("http://a:1", "http://b:1"), index_chunks_max=800).chunks_per_request_max == 100
+    assert RouterConfig(index_chunks_max=1).chunks_per_request_max == 1

@@ -1,12 +1,19 @@
 """Turn, expected hit and canonical prompt, from the request alone."""
 
 import json
+import time
 from typing import Any
 
 import pytest
 
 from smetric_router.errors import BadRequest
-from smetric_router.state.requests import CHAT_PATH, COMPLETIONS_PATH, RequestReader, with_deduced_turn
+from smetric_router.state.requests import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    MESSAGES_MAX,
+    RequestReader,
+    with_deduced_turn,
+)
 from smetric_router.types import ClusterView, RequestInfo
 
 READER = RequestReader(64)
@@ -139,3 +146,26 @@ def test_duplicate_keys_and_whitespace() -> None:
     body = b'{ "model" : "x" , "model":"m", "messages" : [ {"role" : "user"} , {"role":"assistant"} ] }'
     request = READER.read(CHAT_PATH, body)
     assert (request.model, request.turn, request.est_hit) == ("m", 1, len(b'{"role" : "user"}'))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("message", "count"), [(b"1", 4_000_000), (b'{"role":"assistant","content":"x"}', 900_000)])
+def test_the_work_on_one_request_is_bounded(message: bytes, count: int) -> None:
+    body = b'{"messages":[' + b",".join([message] * count) + b"]}"
+    begun = time.thread_time()
+    request = READER.read(CHAT_PATH, body)
+    assert time.thread_time() - begun < 1
+    assert len(request.chain.digests) == MESSAGES_MAX
+    assert request.turn == (MESSAGES_MAX if count < 1_000_000 else 0)
+
+
+def test_the_chunks_of_one_request_are_bounded() -> None:
+    reader = RequestReader(64, chunks_max=10)
+    messages = [user("a" * 600), assistant("b"), user("c" * 600)]
+    request = reader.read(CHAT_PATH, json.dumps({"messages": messages}).encode())
+    assert (len(request.chain.digests), request.est_hit, request.turn) == (10, request.chain.length, 1)
+    assert len(reader.read(COMPLETIONS_PATH, json.dumps({"prompt": "x" * 5000}).encode()).chain.digests) == 10
+
+
+def test_odd_types_and_a_model_that_can_be_read() -> None:
+    assert READER.read(CHAT_PATH, b'{"model":"m","stream":true,"messages":5}') == RequestInfo("m", stream=True)

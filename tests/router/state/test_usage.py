@@ -57,6 +57,10 @@ def test_last_figures_win() -> None:
         ({"usage": {"prompt_tokens": 5, "prompt_tokens_details": None}}, Usage(5, None)),
         ({"usage": {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 0}}}, Usage(5, 0)),
         ({"usage": None}, Usage()),
+        ({"usage": {"prompt_tokens": -5}}, Usage()),
+        ({"usage": {"prompt_tokens": 2**60, "prompt_tokens_details": {"cached_tokens": 5}}}, Usage()),
+        ({"usage": {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": -1}}}, Usage(5, None)),
+        ({"usage": {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 50}}}, Usage(5, 5)),
         ({"usage": "lots"}, Usage()),
         ({}, Usage()),
         ([], Usage()),
@@ -79,3 +83,8 @@ def test_ends_of_streams() -> None:
     assert scanned(b"data: {}\r\n\r\n", is_stream=True, cuts=[9, 10]).at_event_end()
     assert not scanned(b"data: {}\n\n", is_stream=True).is_done()
     assert scanned(b"data: [DONE]\n\n", is_stream=True, cuts=[7, 12]).is_done()
+
+
+@pytest.mark.parametrize("body", [b'{"usage":' + b"[" * 100_000, b'{"usage":{"prompt_tokens":1' + b"0" * 5000 + b"}}"])
+def test_what_cannot_be_read_has_no_figures(body: bytes) -> None:
+    assert scanned(body, is_stream=False).usage() == Usage()
