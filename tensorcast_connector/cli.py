@@ -176,7 +176,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="tensorcast", description="The tensor pool: store, workers, and what is in them.")
+    parser = _Parser(prog="tensorcast", description="The tensor pool: its store and its workers.")
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, run: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
