@@ -230,7 +230,9 @@ class SchedulerSide:
         if not self._config.save_decode:
             full = min(full, request.num_prompt_tokens // self._block_tokens)
         start = tracked.saved_blocks
-        if full <= start or self.blocks_pinned + full - start > self._backlog_blocks_max:
+        # What the backlog has no room for is saved with a later step, if there is one.
+        full = min(full, start + self._backlog_blocks_max - self.blocks_pinned)
+        if full <= start:
             return None
         block_ids = list(block_ids_of(request_id))[start:full]
         if len(block_ids) < full - start:

@@ -217,13 +217,25 @@ def test_blocks_are_saved_later_when_the_worker_was_away(world: World) -> None:
     assert save.block_ids == [1, 2, 3, 4]
 
 
+def test_what_the_backlog_has_no_room_for_is_saved_later(world: World) -> None:
+    world.side._backlog_blocks_max = 3
+    request = world.new(80)
+    (first,) = world.side.step({"r": 80}, lambda _: [1, 2, 3, 4, 5]).saves
+    request.num_computed_tokens = 80
+    assert first.block_ids == [1, 2, 3]
+    assert world.side.step({"r": 1}, lambda _: [1, 2, 3, 4, 5]).saves == []
+    world.side.saves_done({first.job_id: 1})
+    (second,) = world.side.step({"r": 1}, lambda _: [1, 2, 3, 4, 5]).saves
+    assert second.block_ids == [4, 5] and world.pins.pinned == [4, 5]
+
+
 def test_the_backlog_of_pinned_blocks_is_bounded(world: World) -> None:
     tokens = (SAVE_BACKLOG_BLOCKS_MAX + 1) * BLOCK
     request = FakeRequest("r", 0)
     request.block_hashes = [i.to_bytes(32, "big") for i in range(SAVE_BACKLOG_BLOCKS_MAX + 1)]
     world.side.on_new_request(request)
-    assert world.side.step({"r": tokens}, lambda _: list(range(SAVE_BACKLOG_BLOCKS_MAX + 1))).saves == []
-    assert world.pins.pinned == []
+    world.side.step({"r": tokens}, lambda _: list(range(SAVE_BACKLOG_BLOCKS_MAX + 1)))
+    assert len(world.pins.pinned) == world.side.blocks_pinned == SAVE_BACKLOG_BLOCKS_MAX
 
 
 def test_a_new_epoch_ends_what_the_old_one_began(world: World) -> None:
