@@ -128,7 +128,7 @@ class TensorcastConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = SchedulerSide(
             self._config, self._attachment, time.monotonic,
             block_tokens=self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
-            ranks=ranks_of(self._vllm_config.parallel_config), group=0,
+            ranks=ranks_of(self._vllm_config.parallel_config),
             loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer,
             backlog_blocks_max=max(1, min(SAVE_BACKLOG_BLOCKS_MAX, self._kv_cache_config.num_blocks // 8)),
         )  # fmt: skip

@@ -69,7 +69,6 @@ class SchedulerSide:
     Args:
         block_tokens: tokens per block.
         ranks: how many ranks report on each save.
-        group: index of the KV group whose blocks are shared.
         loads, saves: from kv_role.
         backlog_blocks_max: blocks that may be pinned for saving; beyond it new ones are not saved.
     """
@@ -81,7 +80,6 @@ class SchedulerSide:
         now: Callable[[], float],
         block_tokens: int,
         ranks: int,
-        group: int,
         loads: bool,
         saves: bool,
         backlog_blocks_max: int = SAVE_BACKLOG_BLOCKS_MAX,
@@ -92,7 +90,6 @@ class SchedulerSide:
         self._now = now
         self._block_tokens = block_tokens
         self._ranks = ranks
-        self._group = group
         self._loads = loads
         self._saves = saves
         self._tracked: dict[str, _Tracked] = {}

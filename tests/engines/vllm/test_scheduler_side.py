@@ -67,7 +67,7 @@ class World:
         self.now = 100.0
         self.worker, self.pins = FakeWorker(), FakePins()
         self.side = SchedulerSide(
-            ConnectorConfig("unix:/w", **config), self.worker, lambda: self.now, BLOCK, ranks, 0, loads, saves
+            ConnectorConfig("unix:/w", **config), self.worker, lambda: self.now, BLOCK, ranks, loads, saves
         )
         self.side.bind_pins(self.pins)
         self.side.use_keyspaces([b"k" * 16] * ranks)
