@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 import msgspec
 
 from tensorcast_connector.config import (
-    STORE_TIMEOUT_S,
     StoreConfig,
     WorkerConfig,
     config_from_file,
@@ -27,12 +26,10 @@ from tensorcast_connector.config import (
     parse_size,
 )
 from tensorcast_connector.errors import ConfigError, TensorcastError
-from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.net.sockets import SocketNetwork, private_directory
+from tensorcast_connector.store.client import read_cluster
 from tensorcast_connector.store.server import serve_store
 from tensorcast_connector.store.sqlite_kv import SqliteKv
-from tensorcast_connector.types import Address
-from tensorcast_connector.wire.messages import ListMembers, Members
 from tensorcast_connector.worker.server import start_worker
 
 logger = logging.getLogger("tensorcast")
@@ -54,7 +51,7 @@ async def _start_store(stack: AsyncExitStack, config: StoreConfig) -> str:
 
 
 async def _start_worker(stack: AsyncExitStack, config: WorkerConfig) -> dict[str, str]:
-    worker = await start_worker(config, SocketNetwork(), random.Random())
+    worker = await start_worker(config, SocketNetwork(), random.Random(), boottime_s)
     stack.push_async_callback(worker.close)
     return {"worker": str(worker.socket), "peer": str(worker.address), "worker_id": worker.worker_id}
 
@@ -98,7 +95,7 @@ def _ready(path: str, addresses: dict[str, str] | None) -> None:
 def _worker_config(args: argparse.Namespace, store: str | None, default_socket: str = "") -> WorkerConfig:
     arena = parse_size(args.arena, "arena") if args.arena is not None else None
     flags = {"store": store, "name": args.name, "listen": args.listen, "advertise": args.advertise,
-             "socket": args.socket, "arena_bytes": arena}  # fmt: skip
+             "socket": args.socket, "arena_bytes": arena, "roles": args.roles}  # fmt: skip
     config = config_from_file(WorkerConfig, args.config or "", flags)
     name = config.name or socket.gethostname()
     path = config.socket or default_socket or str(default_runtime_dir() / f"{name}.sock")
@@ -136,34 +133,25 @@ def _run_up(args: argparse.Namespace) -> None:
     _serve(start, args.ready_file)
 
 
-async def _members(store: Address) -> Members:
-    client = RpcClient(SocketNetwork(), store, "client", "tensorcast status", random.Random())
-    client.start()
-    try:
-        await client.wait_connected(STORE_TIMEOUT_S, patient=False)
-        return await client.call(ListMembers(), Members, STORE_TIMEOUT_S)
-    finally:
-        await client.close()
-
-
 PIPED_COLUMNS = 400
 
 
 def _run_status(args: argparse.Namespace) -> None:
-    members = asyncio.run(_members(parse_address(args.store, "store")))
+    stores = [parse_address(each.strip(), "store") for each in args.store.split(",")]
+    view = asyncio.run(read_cluster(SocketNetwork(), stores, "tensorcast status", random.Random()))
     if args.json:
-        print(json.dumps({"workers": [msgspec.to_builtins(each) for each in members.workers],
-                          "instances": [msgspec.to_builtins(each) for each in members.instances]}))  # fmt: skip
+        print(json.dumps({"workers": [msgspec.to_builtins(each) for each in view.workers.values()],
+                          "instances": [msgspec.to_builtins(each) for each in view.instances.values()]}))  # fmt: skip
         return
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     workers = Table("worker", "address", "arena", title="Workers")
-    for each in members.workers:
+    for each in view.workers.values():
         workers.add_row(escape(each.worker_id), escape(each.address), f"{each.arena_bytes / (1 << 30):.2f} GiB")
     instances = Table("instance", "engine", "model", "worker", title="Instances")
-    for one in members.instances:
+    for one in view.instances.values():
         instances.add_row(*map(escape, (one.instance_id, one.engine, one.model, one.worker_id)))
     console = Console() if sys.stdout.isatty() else Console(width=PIPED_COLUMNS)  # ids are never cut in a pipe
     console.print(workers)
@@ -198,6 +186,7 @@ def _parser() -> argparse.ArgumentParser:
             "--advertise", metavar="HOST:PORT", help="what other workers dial (default: the listening address)"
         )
         sub.add_argument("--socket", metavar="PATH", help="Unix socket for the engines of this host")
+        sub.add_argument("--roles", metavar="ROLE,...", help="basic, gateway, shard-home (default: all)")
         sub.add_argument("--arena", metavar="SIZE", help="shared memory for pages, for example 4GiB (default: 1GiB)")
 
     store = command("store", _run_store, "Keeps the list of workers, engines and leases.")

@@ -38,16 +38,34 @@ NAME_CHARS_MAX = 128
 FETCH_PAGES_PER_REQUEST = 16
 FETCH_CONNECTIONS_PER_PEER = 2
 FETCH_TIMEOUT_S = 10.0
-LOCATE_TIMEOUT_S = 0.25
-ANNOUNCE_KEYS_PER_MESSAGE = 4096
-ANNOUNCE_INTERVAL_S = 1.0  # when nothing changes
-ANNOUNCE_RETRY_S = 0.1
+FIND_TIMEOUT_S = 0.25
 SOURCE_HINTS_MAX = 200_000
+
+# --- shard homes ------------------------------------------------------------------------------------------------------
+SHARDS = 64  # a power of two up to 256: a page's shard is taken from one byte of its block hash
+SHARDS_MAX = 256
+SHARD_CONTENDERS = 3  # how many of the ranking compete for a vacant shard (TensorCast, section 4.2: k)
+CLAIM_STAGGER_S = 0.25  # how much later each rank claims than the one before it
+CLAIM_RETRY_S = 1.0
+HANDOVER_AFTER_S = 10.0  # a better placed worker has been here for so long: it gets the shard
+HANDOVER_SHARDS_MAX = 8  # at a time: while a shard changes hands its pages are missed
+CLOCK_DRIFT_MAX = 0.01  # seconds per second between any clock and true time
+REPORT_KEYS_PER_MESSAGE = 4096
+REPORT_INTERVAL_S = 1.0  # when nothing changes
+REPORT_RETRY_S = 0.1
+ASK_INVENTORY_INTERVAL_S = 1.0
+PUMP_INTERVAL_MAX_S = 1.0
 
 # --- store ------------------------------------------------------------------------------------------------------------
 MEMBER_TTL_S = 6  # whole seconds, as etcd's leases
 HEARTBEAT_INTERVAL_S = 1.0
 STORE_TIMEOUT_S = 2.0
+# The changes that are kept for those who follow them; older ones go, a quarter at a time. Who has missed more lists again.
+HISTORY_REVISIONS_MAX = 10_000
+HISTORY_BYTES_MAX = 64 << 20  # of values
+ETCD_CONNECT_TIMEOUT_S = 0.5  # then the next endpoint is tried
+ETCD_PROBE_INTERVAL_S = 1.0  # also how long the endpoint that is followed may take to answer
+WATCH_WAIT_S = 10.0  # a watch with nothing to tell is answered after so long
 
 # --- engine plugin ----------------------------------------------------------------------------------------------------
 LOOKUP_DEADLINE_S = 0.5
@@ -60,7 +78,7 @@ assert SILENCE_MAX_S > 2 * PING_INTERVAL_S
 # A member that misses two heartbeats and a slow answer is still alive.
 assert 3 * HEARTBEAT_INTERVAL_S + STORE_TIMEOUT_S < MEMBER_TTL_S
 # The largest inventory message fits in a frame: 4096 keys of 16 + 64 bytes.
-assert ANNOUNCE_KEYS_PER_MESSAGE * (16 + 64 + 8) < FRAME_BODY_BYTES_MAX
+assert REPORT_KEYS_PER_MESSAGE * (16 + 64 + 8) < FRAME_BODY_BYTES_MAX
 
 _SIZE_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
                "k": 10**3, "m": 10**6, "g": 10**9, "kb": 10**3, "mb": 10**6, "gb": 10**9}  # fmt: skip
@@ -131,16 +149,33 @@ class StoreConfig:
     data_dir: str = field(default_factory=lambda: str(default_runtime_dir() / "store"))
 
 
+ROLES = ("basic", "gateway", "shard-home")
+
+
+def parse_roles(text: str) -> tuple[str, ...]:
+    """Roles of a worker from "basic,shard-home"; basic is always one (TensorCast, section 4.1).
+
+    Raises:
+        ConfigError: a role that does not exist.
+    """
+    roles = [each.strip() for each in text.split(",") if each.strip()]
+    for role in roles:
+        if role not in ROLES:
+            raise ConfigError(f"roles={text!r}: {role!r} is no role; choose among {', '.join(ROLES)}")
+    return tuple(role for role in ROLES if role == "basic" or role in roles)
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """`tensorcast worker`: one arena on one host."""
 
-    store: str = "127.0.0.1:7700"
+    store: str = "127.0.0.1:7700"  # several with commas: processes of one store
     name: str = ""  # the host name unless told
     listen: str = "127.0.0.1:0"  # for other workers
     advertise: str = ""  # what other workers dial; the listening address unless told
     socket: str = ""  # for engines on this host; <runtime dir>/<name>.sock unless told
     arena_bytes: int = 1 << 30
+    roles: str = ",".join(ROLES)
 
     def __post_init__(self) -> None:
         if self.arena_bytes < ARENA_BYTES_MIN:

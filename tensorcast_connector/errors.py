@@ -41,6 +41,12 @@ class NotFound(TensorcastError):
     code = "not-found"
 
 
+class Compacted(NotFound):
+    """The history of changes does not reach back that far: list everything again."""
+
+    code = "compacted"
+
+
 class Conflict(TensorcastError):
     """A compare-and-swap or a put-if-absent lost; read again before retrying."""
 

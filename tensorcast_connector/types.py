@@ -1,7 +1,7 @@
 """Frozen values that every layer shares. Nothing here does I/O, and nothing here knows the wire."""
 
 from dataclasses import dataclass
-from typing import Literal, NewType
+from typing import Literal, NamedTuple, NewType
 
 WorkerId = NewType("WorkerId", str)
 """One run of one worker process: its name and a random incarnation, `host-a/5f2c91d0`."""
@@ -18,6 +18,17 @@ KEYSPACE_BYTES = 16
 def page_key(keyspace: bytes, block_hash: bytes) -> PageKey:
     """The key of the page that holds `block_hash` in `keyspace`."""
     return PageKey(keyspace + block_hash)
+
+
+class Token(NamedTuple):
+    """Fencing token of a shard lease, strictly increasing per shard for ever (TensorCast, section 4.2).
+
+    The incarnation is the store's: a restored backup has a higher one, so that tokens granted after the backup was
+    made never outrank those granted after it was restored.
+    """
+
+    incarnation: int
+    revision: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,14 +23,16 @@ from tensorcast_connector.wire.messages import (
     Acquire,
     Acquired,
     Commit,
-    ListMembers,
     Lookup,
     LookupResult,
-    Members,
     Ok,
     Release,
     Reserve,
     Reserved,
+)
+from tensorcast_connector.wire.store_messages import (
+    ListMembers,
+    Members,
 )
 from tensorcast_connector.worker import peers
 from tensorcast_connector.worker.server import Worker, start_worker

@@ -1,70 +1,178 @@
-"""Which workers hold which pages: the index that the home of pages keeps. Volatile: rebuilt from announcements."""
+"""Which workers hold which pages: the index that a shard home keeps. Volatile: rebuilt from the workers' reports.
 
-from collections.abc import Iterable, Sequence
+One table per shard, page key -> the workers that hold it as a bit mask. A mask with one worker is the worker's own bit,
+one object for all its pages, so a page costs its key and one dictionary entry.
+"""
 
-from tensorcast_connector.errors import NotFound
-from tensorcast_connector.types import WorkerId
+from collections.abc import Iterable, Mapping, Sequence
+
+from tensorcast_connector.core.placement import BYTE_VALUES, shard_of
+from tensorcast_connector.types import Token, WorkerId
+from tensorcast_connector.wire.codec import pack_indexes
+
+
+class _Sender:
+    """What is known of one worker's reports."""
+
+    def __init__(self, bit: int) -> None:
+        self.bit = bit
+        self.shards: set[int] = set()  # whose inventory it has begun to report
 
 
 class Catalog:
-    """Page key -> the workers that announced it. `check` states the invariants."""
+    """See the module. `check` states the invariants.
 
-    def __init__(self) -> None:
-        self._holders: dict[bytes, tuple[WorkerId, ...]] = {}
-        self._held: dict[WorkerId, set[bytes]] = {}
+    Args:
+        shards: how many there are in the cluster.
+    """
+
+    def __init__(self, shards: int) -> None:
+        self._shards = shards
+        self._tables: list[dict[bytes, int]] = [{} for _ in range(shards)]
+        # By the last byte of a key, which decides its shard: one step less for each of hundreds of keys.
+        self._by_byte = [self._tables[byte % shards] if shards else {} for byte in range(BYTE_VALUES)]
+        self._senders: dict[WorkerId, _Sender] = {}
+        self._numbers: dict[
+            WorkerId, int
+        ] = {}  # the last report of each, also of those that left: a late one is late for ever
+        self._held: dict[int, Token] = {}
 
     def __repr__(self) -> str:
-        return f"<Catalog {len(self._holders)} pages at {len(self._held)} workers>"
+        return f"<Catalog {self.pages} pages of {len(self._senders)} workers in {len(self._held)} shards>"
 
-    def announce(self, worker: WorkerId, reset: bool, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """Applies one announcement of `worker`, in the order it was sent.
+    @property
+    def pages(self) -> int:
+        """How many pages are listed."""
+        return sum(map(len, self._tables))
 
-        Raises:
-            NotFound: nothing is known of `worker` yet, or any more; it must announce all it has (`reset`).
-        """
-        if reset:
-            self.drop_worker(worker)
-            self._held[worker] = set()
-        held = self._held.get(worker)
-        if held is None:
-            raise NotFound(f"nothing is known of {worker} here; announce everything")
-        for key in removed:
-            if key in held:
-                held.discard(key)
-                self._remove(key, worker)
-        for key in added:
-            if key not in held:
-                held.add(key)
-                self._holders[key] = (*self._holders.get(key, ()), worker)
+    # --- whose shards ---
 
-    def drop_worker(self, worker: WorkerId) -> None:
-        """Forgets everything `worker` announced: it has left, or starts anew."""
-        for key in self._held.pop(worker, ()):
-            self._remove(key, worker)
+    def hold(self, held: Mapping[int, Token]) -> None:
+        """This worker is the home of these shards now; what is listed under any other token is void."""
+        for shard in {*self._held, *held}:
+            if self._held.get(shard) != held.get(shard):
+                self._tables[shard].clear()
+                for sender in self._senders.values():
+                    sender.shards.discard(shard)
+        self._held = dict(held)
+
+    def missing(self, worker: WorkerId) -> set[int]:
+        """Held shards of which `worker` has not reported its inventory."""
+        sender = self._senders.get(worker)
+        return set(self._held) - sender.shards if sender else set(self._held)
 
     def keep_only(self, workers: Iterable[WorkerId]) -> None:
-        """Forgets all workers but these."""
-        for gone in set(self._held) - set(workers):
-            self.drop_worker(gone)
+        """Forgets everything of all workers but these: they have left."""
+        for gone in set(self._senders) - set(workers):
+            sender = self._senders.pop(gone)
+            for shard in sender.shards:
+                self._forget(sender.bit, shard)
 
-    def locate(self, keys: Sequence[bytes]) -> list[tuple[WorkerId, ...]]:
-        """The holders of each key."""
-        get = self._holders.get
-        return [get(key, ()) for key in keys]
+    def _forget(self, bit: int, shard: int) -> None:
+        """One worker's pages in one shard."""
+        table = self._tables[shard]
+        for key in [key for key, mask in table.items() if mask & bit]:
+            self._remove(table, key, bit)
 
-    def _remove(self, key: bytes, worker: WorkerId) -> None:
-        left = tuple(each for each in self._holders[key] if each != worker)
-        if left:
-            self._holders[key] = left
-        else:
-            del self._holders[key]
+    # --- reports ---
+
+    def report(
+        self, worker: WorkerId, number: int, shards: Iterable[int], reset: Iterable[int], added: Sequence[bytes],
+        removed: Sequence[bytes],
+    ) -> list[int]:  # fmt: skip
+        """Applies one report of `worker`; returns the shards it has to report from the beginning.
+
+        A report that is not newer than the last of that worker is ignored: it was delayed.
+
+        Args:
+            shards: those whose keys may be applied, because the token they came under is the current one.
+            reset: of these, those whose inventory begins with `added`.
+        """
+        if number <= self._numbers.get(worker, 0) or not self._shards:
+            return []
+        self._numbers[worker] = number
+        sender = self._sender(worker)
+        current = self._held.keys() & set(shards)
+        for shard in current.intersection(reset):
+            if shard in sender.shards:
+                self._forget(sender.bit, shard)
+            sender.shards.add(shard)
+        known = current & sender.shards  # nothing else is listed: its beginning is missing
+        unknown = sorted(current - known)
+        bit = sender.bit
+        tables = [table if byte % self._shards in known else None for byte, table in enumerate(self._by_byte)]
+        for key in removed:
+            table = tables[key[-1]]
+            if table is not None:
+                self._remove(table, key, bit)
+        for key in added:  # hundreds of thousands a second
+            table = tables[key[-1]]
+            if table is not None:
+                mask = table.get(key, 0)
+                if not mask:
+                    table[key] = bit
+                elif not mask & bit:
+                    table[key] = mask | bit
+        return unknown
+
+    def _sender(self, worker: WorkerId) -> _Sender:
+        sender = self._senders.get(worker)
+        if sender is None:
+            used = {each.bit for each in self._senders.values()}
+            bit = 1
+            while bit in used:
+                bit <<= 1
+            sender = self._senders[worker] = _Sender(bit)
+        return sender
+
+    @staticmethod
+    def _remove(table: dict[bytes, int], key: bytes, bit: int) -> None:
+        mask = table.get(key, 0)
+        if mask & bit:
+            left = mask & ~bit
+            if left:
+                table[key] = left
+            else:
+                del table[key]
+
+    # --- lookups ---
+
+    def locate(self, keys: Sequence[bytes]) -> tuple[list[list[str]], bytes]:
+        """`holders` and `which` of PagesFound."""
+        tables = self._by_byte
+        masks = [tables[key[-1]].get(key, 0) for key in keys]
+        distinct = {0: 0}
+        for mask in set(masks):
+            distinct.setdefault(mask, len(distinct))
+        return [self._workers(mask) for mask in distinct], pack_indexes(map(distinct.__getitem__, masks))
+
+    def _workers(self, mask: int) -> list[str]:
+        return [worker for worker, sender in self._senders.items() if sender.bit & mask]
 
     def statistics(self) -> dict[str, int]:
         """Counts for people and metrics."""
-        return {"catalog_pages": len(self._holders), "catalog_workers": len(self._held)}
+        return {"catalog_pages": self.pages, "catalog_workers": len(self._senders), "shards_held": len(self._held)}
+
+    def holdings(self) -> dict[int, dict[WorkerId, set[bytes]]]:
+        """Everything that is listed, for tests and for people: per held shard and worker the keys."""
+        return {
+            shard: {
+                worker: {key for key, mask in self._tables[shard].items() if mask & sender.bit}
+                for worker, sender in self._senders.items()
+                if shard in sender.shards
+            }
+            for shard in self._held
+        }
 
     def check(self) -> None:
-        """Raises AssertionError unless both directions agree."""
-        pairs = {(key, worker) for key, workers in self._holders.items() for worker in workers}
-        assert pairs == {(key, worker) for worker, keys in self._held.items() for key in keys}
-        assert all(len(set(workers)) == len(workers) > 0 for workers in self._holders.values())
+        """Raises AssertionError unless every page belongs to its shard, to known workers and to a held shard."""
+        bits = [sender.bit for sender in self._senders.values()]
+        assert len(set(bits)) == len(bits)
+        for shard, table in enumerate(self._tables):
+            known = sum(sender.bit for sender in self._senders.values() if shard in sender.shards)
+            assert not table or shard in self._held
+            for key, mask in table.items():
+                assert shard_of(key, self._shards) == shard
+                assert mask and not mask & ~known, "a page of a worker that has not reported"
+        for sender in self._senders.values():
+            assert sender.shards <= set(self._held)

@@ -4,7 +4,10 @@ from collections.abc import Iterable
 
 import xxhash
 
+from tensorcast_connector.config import SHARDS_MAX
 from tensorcast_connector.types import WorkerId
+
+BYTE_VALUES = 256
 
 
 def hrw_rank(what: bytes, workers: Iterable[WorkerId]) -> list[WorkerId]:
@@ -17,13 +20,19 @@ def hrw_rank(what: bytes, workers: Iterable[WorkerId]) -> list[WorkerId]:
     )
 
 
-def home_of_pages(workers: Iterable[WorkerId]) -> WorkerId | None:
-    """The one worker that keeps the locations of all pages; None without workers.
+def shard_of(key: bytes, shards: int) -> int:
+    """The shard of a page: from the last byte of the engine's block hash, which is a digest and so evenly spread."""
+    return key[-1] % shards
 
-    One shard for now: leases and more shards come with the shard homes, and this becomes their ranking.
-    """
-    ranked = hrw_rank(b"shard/0", workers)
-    return ranked[0] if ranked else None
+
+def valid_shard_count(shards: int) -> bool:
+    """Whether the pages can be cut into so many shards: a power of two, so that all are of one size."""
+    return 1 <= shards <= SHARDS_MAX and shards & (shards - 1) == 0
+
+
+def shard_ranking(shard: int, workers: Iterable[WorkerId]) -> list[WorkerId]:
+    """Who should be the home of `shard`, best first."""
+    return hrw_rank(b"shard/%d" % shard, workers)
 
 
 def choose_source(key: bytes, holders: Iterable[WorkerId]) -> WorkerId | None:

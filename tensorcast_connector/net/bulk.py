@@ -17,6 +17,10 @@ from tensorcast_connector.errors import Exhausted, ProtocolError, TensorcastErro
 from tensorcast_connector.net.rpc import receive_frame, result_of
 from tensorcast_connector.net.transport import Network, Stream
 from tensorcast_connector.types import Address
+from tensorcast_connector.wire.codec import (
+    decode,
+    encode,
+)
 from tensorcast_connector.wire.frames import Kind, encode_frame
 from tensorcast_connector.wire.messages import (
     PROTOCOL_VERSION,
@@ -26,8 +30,6 @@ from tensorcast_connector.wire.messages import (
     Fetched,
     Hello,
     Welcome,
-    decode,
-    encode,
 )
 
 BULK_ROLE = "bulk"

@@ -8,6 +8,9 @@ import socket
 from tensorcast_connector.config import CONNECT_TIMEOUT_S
 from tensorcast_connector.errors import ProtocolError, Unavailable
 from tensorcast_connector.net.rpc import result_of
+from tensorcast_connector.wire.codec import (
+    encode,
+)
 from tensorcast_connector.wire.frames import HEADER_BYTES, Frame, Kind, decode_header, encode_frame
 from tensorcast_connector.wire.messages import (
     PROTOCOL_VERSION,
@@ -17,7 +20,6 @@ from tensorcast_connector.wire.messages import (
     MapArena,
     Message,
     Welcome,
-    encode,
 )
 
 

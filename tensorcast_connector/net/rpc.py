@@ -26,6 +26,13 @@ from tensorcast_connector.errors import (
     error_from_code,
 )
 from tensorcast_connector.net.transport import Stream
+from tensorcast_connector.wire.codec import (
+    decode,
+    encode,
+    failure_decoder,
+    hello_decoder,
+    reply_decoder,
+)
 from tensorcast_connector.wire.frames import (
     HEADER_BYTES,
     Frame,
@@ -44,11 +51,6 @@ from tensorcast_connector.wire.messages import (
     Ok,
     Ping,
     Welcome,
-    decode,
-    encode,
-    failure_decoder,
-    hello_decoder,
-    reply_decoder,
 )
 
 logger = logging.getLogger(__name__)

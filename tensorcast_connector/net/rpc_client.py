@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from tensorcast_connector.config import (
@@ -18,6 +18,9 @@ from tensorcast_connector.errors import DeadlineExceeded, TensorcastError, Unava
 from tensorcast_connector.net.rpc import result_of
 from tensorcast_connector.net.transport import Network, Stream
 from tensorcast_connector.types import Address
+from tensorcast_connector.wire.codec import (
+    encode,
+)
 from tensorcast_connector.wire.frames import Frame, FrameDecoder, Kind, encode_frame
 from tensorcast_connector.wire.messages import (
     PROTOCOL_VERSION,
@@ -26,7 +29,6 @@ from tensorcast_connector.wire.messages import (
     Message,
     Ping,
     Welcome,
-    encode,
 )
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,8 @@ class RpcClient:
     """A connection that keeps itself alive. `start` it once; calls while it is down fail at once with Unavailable.
 
     Args:
-        network, address: where the server is.
+        network, addresses: where the server is; several are of servers that can stand in for each other, and when one
+            dies the next is tried.
         role, name: who calls, for the hello.
         chance: spreads the reconnects of many clients.
         on_connected: what has to happen before the first calls; may call. If it fails the connection is given up.
@@ -47,7 +50,7 @@ class RpcClient:
     def __init__(
         self,
         network: Network,
-        address: Address,
+        addresses: Address | Sequence[Address],
         role: str,
         name: str,
         chance: random.Random,
@@ -66,8 +69,9 @@ class RpcClient:
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._failures = 0
-        self.error: TensorcastError = Unavailable(f"not yet connected to {address}")
-        self.address = address
+        self._addresses = [addresses] if isinstance(addresses, Address) else list(addresses)
+        self.address = self._addresses[0]
+        self.error: TensorcastError = Unavailable(f"not yet connected to {self.address}")
         self.server_id = ""
         self.connected = False
         self._heard_s = 0.0
@@ -97,6 +101,12 @@ class RpcClient:
                     await self._changed.wait()
         except TimeoutError:
             raise self.error from None
+
+    def try_another(self, error: Unavailable) -> None:
+        """The server answers, but cannot serve: goes on to the next address, if there is one."""
+        if len(self._addresses) > 1 and self._stream is not None:
+            self._given_up = error
+            self._stream.close()
 
     async def close(self) -> None:
         """Ends the connection; pending calls fail with Unavailable."""
@@ -153,6 +163,8 @@ class RpcClient:
                     logger.exception("connection to %s failed", self.address)
                     error = Unavailable(f"{self.address}: {why}")
                 delay_s = RECONNECT_DELAY_MIN_S if self._down(error) else delay_s
+                self._addresses.append(self._addresses.pop(0))
+                self.address = self._addresses[0]
                 await asyncio.sleep(delay_s * self._chance.uniform(0.5, 1.0))
                 delay_s = min(delay_s * 2, RECONNECT_DELAY_MAX_S)
         finally:

@@ -1,43 +1,48 @@
-"""The store process: members of the cluster over the KV port. Never in the data path."""
+"""The store process: metadata of the cluster over the KV port. Never in the data path.
+
+All state is in the KV store (keys: core/cluster.py), so any number of these processes can serve one cluster over etcd.
+"""
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from tensorcast_connector.config import NAME_CHARS_MAX, parse_address
-from tensorcast_connector.errors import ConfigError, Conflict, NotFound, ProtocolError
+from tensorcast_connector.config import NAME_CHARS_MAX, SHARDS, WATCH_WAIT_S, parse_address
+from tensorcast_connector.core import cluster
+from tensorcast_connector.core.cluster import CLUSTER, INCARNATION, SHARD_COUNT
+from tensorcast_connector.core.placement import valid_shard_count
+from tensorcast_connector.errors import Compacted, ConfigError, Conflict, NotFound, ProtocolError
 from tensorcast_connector.net.rpc import serve_stream
 from tensorcast_connector.net.transport import Listener, Network, Stream
-from tensorcast_connector.store.kv import Compare, Delete, KvStore, Put
+from tensorcast_connector.store.kv import Compare, Delete, Event, KeyValue, KvStore, Put
 from tensorcast_connector.types import Address
-from tensorcast_connector.wire.messages import (
+from tensorcast_connector.wire.codec import StoreRequest
+from tensorcast_connector.wire.messages import GetStatistics, Hello, Message, Ok, Statistics
+from tensorcast_connector.wire.store_messages import (
     Alive,
-    GetStatistics,
-    Hello,
-    InstanceRecord,
+    Changes,
+    ClaimShards,
+    Entry,
     KeepAlive,
     LeaseGranted,
     ListMembers,
     Members,
-    Message,
-    Ok,
+    PutReplica,
     RegisterInstance,
     RegisterWorker,
+    ReleaseShards,
     RemoveInstance,
+    RemoveReplica,
     RevokeLease,
-    Statistics,
-    StoreRequest,
-    WorkerRecord,
+    ShardRecord,
+    Watch,
 )
 
 logger = logging.getLogger(__name__)
-WORKERS = "workers/"
-INSTANCES = "instances/"
 TTL_MAX_S = 3600
-_decode_worker = msgspec.json.Decoder(WorkerRecord).decode
-_decode_instance = msgspec.json.Decoder(InstanceRecord).decode
+CLAIMS_PER_TXN = 32
 
 
 def _check_id(text: str) -> None:
@@ -46,8 +51,21 @@ def _check_id(text: str) -> None:
         raise ProtocolError(f"{text[:40]!r} is no id: 1 to {2 * NAME_CHARS_MAX} printable characters")
 
 
+async def prepare(kv: KvStore, shards: int = SHARDS) -> int:
+    """Sets the number of shards of a new cluster; an existing one keeps its own. Returns the number.
+
+    Raises:
+        ConfigError: pages cannot be cut into so many shards.
+    """
+    if not valid_shard_count(shards):
+        raise ConfigError(f"shards={shards}: a power of two from 1 to 256 is needed")
+    await kv.txn([Compare(SHARD_COUNT, 0)], [Put(SHARD_COUNT, b"%d" % shards)])
+    _, found = await kv.range(SHARD_COUNT)
+    return int(found[0].value)
+
+
 class Store:
-    """A `Service`: all state is in the KV store, so any number of these can run over one."""
+    """A `Service`. Give it a KV store with an incarnation and a number of shards (`prepare`)."""
 
     server = "store"
     decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(StoreRequest)
@@ -55,7 +73,7 @@ class Store:
     def __init__(self, kv: KvStore, server_id: str) -> None:
         self._kv = kv
         self.server_id = server_id
-        self.requests = 0
+        self.requests: dict[str, int] = {}
 
     def open_session(self, stream: Stream, hello: Hello) -> "Store":
         """Connections hold nothing here: a member lives by its lease."""
@@ -67,42 +85,34 @@ class Store:
 
     def handle(self, message: Message) -> Awaitable[Message]:
         """See Session."""
-        self.requests += 1
         handler: Callable[[Any], Awaitable[Message]] | None = self._handlers.get(type(message))
+        name = type(message).__name__
         if handler is None:
-            raise ProtocolError(f"the store does not take {type(message).__name__}")
+            raise ProtocolError(f"the store does not take {name}")
+        self.requests[name] = self.requests.get(name, 0) + 1
         return handler(self, message)  # type: ignore[call-arg]
 
+    # --- members ---
+
     async def _register_worker(self, message: RegisterWorker) -> Message:
+        record = message.record
         if not 1 <= message.ttl_s <= TTL_MAX_S:
             raise ProtocolError(f"ttl_s={message.ttl_s} is not within 1..{TTL_MAX_S}")
-        _check_id(message.record.worker_id)
+        _check_id(record.worker_id)
         try:
-            parse_address(message.record.address, "address")
+            address = parse_address(record.address, "address")
         except ConfigError as error:
             raise ProtocolError(str(error)) from None
+        if address.scheme != "tcp":
+            raise ProtocolError(f"address={record.address!r}: other workers can only reach a TCP address")
         lease_id = await self._kv.lease_grant(message.ttl_s)
-        key = WORKERS + message.record.worker_id
-        done = await self._kv.txn([Compare(key, 0)], [Put(key, msgspec.json.encode(message.record), lease_id)])
+        key = cluster.worker_key(record.worker_id)
+        done = await self._kv.txn([Compare(key, 0)], [Put(key, msgspec.json.encode(record), lease_id)])
         if not done.succeeded:
             await self._kv.lease_revoke(lease_id)
-            raise Conflict(f"worker {message.record.worker_id} is registered already")
-        logger.info("worker %s joined at %s", message.record.worker_id, message.record.address)
+            raise Conflict(f"worker {record.worker_id} is registered already")
+        logger.info("worker %s joined at %s", record.worker_id, record.address)
         return LeaseGranted(lease_id, done.revision)
-
-    async def _register_instance(self, message: RegisterInstance) -> Message:
-        _check_id(message.record.instance_id)
-        if message.lease_id <= 0:
-            raise NotFound(f"lease {message.lease_id} does not exist")
-        key = INSTANCES + message.record.instance_id
-        await self._kv.txn([], [Put(key, msgspec.json.encode(message.record), message.lease_id)])
-        logger.info("instance %s joined at worker %s", message.record.instance_id, message.record.worker_id)
-        return Ok()
-
-    async def _remove_instance(self, message: RemoveInstance) -> Message:
-        await self._kv.txn([], [Delete(INSTANCES + message.instance_id)])
-        logger.info("instance %r left", message.instance_id)
-        return Ok()
 
     async def _keep_alive(self, message: KeepAlive) -> Message:
         await self._kv.lease_keepalive(message.lease_id)
@@ -112,31 +122,144 @@ class Store:
         await self._kv.lease_revoke(message.lease_id)
         return Ok()
 
+    async def _list(self, key: str, record: msgspec.Struct, lease_id: int) -> Message:
+        if lease_id <= 0:
+            raise NotFound(f"lease {lease_id} does not exist")
+        await self._kv.txn([], [Put(key, msgspec.json.encode(record), lease_id)])
+        return Ok()
+
+    async def _register_instance(self, message: RegisterInstance) -> Message:
+        _check_id(message.record.instance_id)
+        done = await self._list(cluster.instance_key(message.record.instance_id), message.record, message.lease_id)
+        logger.info("instance %s joined at worker %s", message.record.instance_id, message.record.worker_id)
+        return done
+
+    async def _remove_instance(self, message: RemoveInstance) -> Message:
+        await self._kv.txn([], [Delete(cluster.instance_key(message.instance_id))])
+        logger.info("instance %r left", message.instance_id)
+        return Ok()
+
+    async def _put_replica(self, message: PutReplica) -> Message:
+        _check_id(message.record.artifact_id)
+        _check_id(message.record.worker_id)
+        key = cluster.replica_key(message.record.artifact_id, message.record.worker_id)
+        return await self._list(key, message.record, message.lease_id)
+
+    async def _remove_replica(self, message: RemoveReplica) -> Message:
+        await self._kv.txn([], [Delete(cluster.replica_key(message.artifact_id, message.worker_id))])
+        return Ok()
+
+    # --- shards ---
+
+    async def _claim(self, message: ClaimShards) -> Message:
+        """Grants what nobody holds. The fencing token is the revision of the grant."""
+        shards = await self._known(message.shards)
+        if message.lease_id <= 0:
+            raise NotFound(f"lease {message.lease_id} does not exist")
+        record = msgspec.json.encode(ShardRecord(message.worker_id, message.lease_id))
+        for at in range(0, len(shards), CLAIMS_PER_TXN):
+            part = shards[at : at + CLAIMS_PER_TXN]
+            if not await self._grant(part, record, message.lease_id):
+                for shard in part:  # some are taken: each on its own
+                    await self._grant([shard], record, message.lease_id)
+        return Ok()
+
+    async def _grant(self, shards: Sequence[int], record: bytes, lease_id: int) -> bool:
+        keys = [cluster.shard_key(shard) for shard in shards]
+        done = await self._kv.txn([Compare(key, 0) for key in keys], [Put(key, record, lease_id) for key in keys])
+        return done.succeeded
+
+    async def _known(self, shards: Sequence[int]) -> list[int]:
+        _, found = await self._kv.range(SHARD_COUNT)
+        count = int(found[0].value)
+        if not all(0 <= shard < count for shard in shards):
+            raise ProtocolError(f"shards {list(shards)[:8]} are not all within 0..{count - 1}")
+        return sorted(set(shards))
+
+    async def _release(self, message: ReleaseShards) -> Message:
+        """Deletes only what still hangs on that lease: it may be somebody else's by now."""
+        held = {each.key: each for each in (await self._kv.range(cluster.SHARDS))[1]}
+        for shard in await self._known(message.shards):
+            found = held.get(cluster.shard_key(shard))
+            if found is not None and found.lease_id == message.lease_id:
+                await self._kv.txn([Compare(found.key, found.mod_revision)], [Delete(found.key)])
+        return Ok()
+
+    # --- reading ---
+
+    async def changes(self, message: Watch) -> Changes:
+        """What has changed by now; empty if nothing has."""
+        _, found = await self._kv.range(INCARNATION)
+        if message.incarnation == _incarnation(found):
+            try:
+                revision, events = await self._kv.changes(CLUSTER, message.after_revision)
+            except Compacted:
+                pass  # everything is sent
+            else:
+                if not any(event.key == INCARNATION for event in events):
+                    return Changes(message.incarnation, revision, False, *_latest(events))
+        revision, found = await self._kv.range(CLUSTER)
+        entries = [Entry(each.key, each.value, each.mod_revision) for each in found]
+        return Changes(_incarnation(found), revision, True, entries, [])
+
+    async def _watch(self, message: Watch) -> Message:
+        """Answers within half of what the caller waits at most; another look does no harm."""
+        wait_s = min(message.wait_ms / 1000, WATCH_WAIT_S)
+        changes = await self.changes(message)
+        if wait_s > 0 and not (changes.complete or changes.entries or changes.deleted):
+            await self._kv.wait(changes.revision, wait_s)
+            changes = await self.changes(message)
+        return changes
+
     async def _members(self, _request: ListMembers) -> Message:
-        revision, workers = await self._kv.range(WORKERS)
-        _rev, instances = await self._kv.range(INSTANCES)
-        return Members(
-            revision,
-            [_decode_worker(each.value) for each in workers],
-            [_decode_instance(each.value) for each in instances],
-        )
+        revision, found = await self._kv.range(CLUSTER)
+        return Members(revision, _decoded(found, cluster.WORKERS), _decoded(found, cluster.INSTANCES))
 
     async def _statistics(self, _: GetStatistics) -> Message:
-        return Statistics({"requests": self.requests, "revision": await self._kv.revision()})
+        return Statistics({"requests": sum(self.requests.values()), "revision": await self._kv.revision()})
 
     _handlers: dict[type, Callable[..., Awaitable[Message]]] = {  # noqa: RUF012 - a constant table
         RegisterWorker: _register_worker,
         RegisterInstance: _register_instance,
         RemoveInstance: _remove_instance,
+        PutReplica: _put_replica,
+        RemoveReplica: _remove_replica,
         KeepAlive: _keep_alive,
         RevokeLease: _revoke,
+        ClaimShards: _claim,
+        ReleaseShards: _release,
+        Watch: _watch,
         ListMembers: _members,
         GetStatistics: _statistics,
     }
 
 
-async def serve_store(network: Network, address: Address, kv: KvStore, server_id: str) -> Listener:
-    """Listens at `address` until the listener is closed."""
+_DECODERS = {cluster.WORKERS: cluster.decode_worker, cluster.INSTANCES: cluster.decode_instance}
+
+
+def _incarnation(found: Sequence[KeyValue]) -> int:
+    return next(int(each.value) for each in found if each.key == INCARNATION)
+
+
+def _decoded(found: Sequence[KeyValue], prefix: str) -> list[Any]:
+    decode = _DECODERS[prefix]
+    return [decode(each.value) for each in found if each.key.startswith(prefix)]
+
+
+def _latest(events: Sequence[Event]) -> tuple[list[Entry], list[str]]:
+    """Only the last state of each key counts."""
+    last = {event.key: event for event in events}
+    entries = [Entry(each.key, each.value, each.mod_revision) for each in last.values() if each.value is not None]
+    return entries, [each.key for each in last.values() if each.value is None]
+
+
+async def serve_store(
+    network: Network, address: Address, kv: KvStore, server_id: str, shards: int = SHARDS
+) -> Listener:
+    """Listens at `address` until the listener is closed. See `prepare` for `shards`."""
+    count = await prepare(kv, shards)
+    if count != shards:
+        logger.info("the cluster has %d shards", count)
     store = Store(kv, server_id)
 
     async def on_stream(stream: Stream) -> None:

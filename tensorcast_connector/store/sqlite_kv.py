@@ -1,67 +1,45 @@
 """The KV port on SQLite (write-ahead log), for one machine.
 
-Keys, values and leases are durable; the deadlines of leases are not: as with etcd, every lease has its full time again
-after a restart. All statements run on one thread of their own, so a slow disk never stops the event loop.
+Keys, values, leases and the last changes are durable; the deadlines of leases are not: as with etcd, every lease has its
+full time again after a restart. All statements run on one thread of their own, so a slow disk never stops the event loop.
 """
 
 import asyncio
-import os
+import math
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
-from tensorcast_connector.errors import ConfigError, Exhausted, NotFound, Unavailable
-from tensorcast_connector.net.sockets import private_directory
+from tensorcast_connector.config import HISTORY_BYTES_MAX, HISTORY_REVISIONS_MAX
+from tensorcast_connector.errors import Compacted, NotFound, Unavailable
 from tensorcast_connector.store.kv import (
-    TXN_BYTES_MAX,
-    TXN_OPERATIONS_MAX,
+    INCARNATION_KEY,
     Compare,
     Delete,
+    Event,
     KeyValue,
     Put,
     TxnResult,
+    check_txn,
+    prefix_end,
 )
+from tensorcast_connector.store.sqlite_file import open_database
 
 T = TypeVar("T")
-SCHEMA_VERSION = 1
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS lease (id INTEGER PRIMARY KEY AUTOINCREMENT, ttl_s INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS kv (
-  key TEXT PRIMARY KEY, value BLOB NOT NULL, create_revision INTEGER NOT NULL, mod_revision INTEGER NOT NULL,
-  lease_id INTEGER NOT NULL DEFAULT 0
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS kv_lease ON kv(lease_id) WHERE lease_id != 0;
-INSERT OR IGNORE INTO meta VALUES ('revision', 1), ('schema', 1);
+LEASES_PER_INCARNATION_BITS = 20
+# One more than every id that was given out, and than the least that is told.
+_INSERT_LEASE = """
+INSERT INTO lease (id, ttl_s)
+SELECT max(:least, coalesce(max(seq), 0)) + 1, :ttl_s FROM sqlite_sequence WHERE name = 'lease'
 """
 
 
-def _open(path: Path) -> sqlite3.Connection:
-    db = None
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-        path.chmod(0o600)
-        db = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
-        # The leases in memory are those of one process: nobody else may use the file.
-        db.execute("PRAGMA locking_mode=EXCLUSIVE")
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=FULL")
-        db.executescript(_SCHEMA)
-        schema = db.execute("SELECT value FROM meta WHERE name='schema'").fetchone()[0]
-        db.execute("SELECT key, value, create_revision, mod_revision, lease_id FROM kv LIMIT 1").fetchall()
-        if schema != SCHEMA_VERSION:
-            raise ConfigError(f"store database {path} has schema {schema}, this version reads {SCHEMA_VERSION}")
-    except (OSError, sqlite3.Error, ConfigError) as error:
-        if db is not None:
-            db.close()
-        if isinstance(error, ConfigError):
-            raise
-        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
-            raise ConfigError(f"store database {path}: another store uses it; give this one its own folder") from error
-        raise ConfigError(f"store database {path}: {error}; move it away to start with an empty one") from error
-    return db
+def _under(prefix: str) -> tuple[str, dict[str, Any]]:
+    """The condition on `key`, written so that the index answers it, and its values."""
+    end = prefix_end(prefix)
+    return "key >= :prefix" + (" AND key < :end" if end else ""), {"prefix": prefix, "end": end}
 
 
 class SqliteKv:
@@ -70,24 +48,38 @@ class SqliteKv:
     Args:
         path: the database file; made private to the user (0600).
         now: a clock in seconds that goes on during suspend and never jumps.
+        executor: "thread": statements run on a thread of their own. None: they run inline, and no coroutine but `wait`
+            ever suspends, which is for simulations.
 
     Raises:
         ConfigError: the file is no store database of this version, or another store uses it.
     """
 
-    def __init__(self, path: Path, now: Callable[[], float]) -> None:
+    def __init__(self, path: Path, now: Callable[[], float], executor: Literal["thread"] | None = "thread") -> None:
         self._now = now
-        private_directory(path.parent)
-        self._db = _open(path)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-sqlite")
+        self._db = open_database(path)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-sqlite") if executor else None
+        # What follows is touched by the thread only, except for reading the two numbers in `wait`.
         self._ttl_s: dict[int, int] = dict(self._db.execute("SELECT id, ttl_s FROM lease"))
         self._deadline = {lease_id: now() + ttl_s for lease_id, ttl_s in self._ttl_s.items()}
+        self._next_deadline = min(self._deadline.values(), default=math.inf)  # none is earlier
+        self._last_revision = self._meta("revision")
+        self._compacted = self._meta("compacted")
+        self._history_bytes = self._one("SELECT coalesce(sum(length(value)), 0) FROM history")
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<SqliteKv {len(self._deadline)} leases>"
 
-    def _one(self, sql: str) -> int:
-        return int(self._db.execute(sql).fetchone()[0])
+    def _one(self, sql: str, *values: int) -> int:
+        return int(self._db.execute(sql, values).fetchone()[0])
+
+    def _meta(self, name: Literal["revision", "compacted"]) -> int:
+        return self._one(f"SELECT value FROM meta WHERE name = '{name}'")
+
+    def _set_meta(self, name: Literal["revision", "compacted"], value: int) -> None:
+        self._db.execute("UPDATE meta SET value = ? WHERE name = ?", (value, name))
 
     def _atomically(self, work: Callable[[], T]) -> T:
         self._db.execute("BEGIN IMMEDIATE")
@@ -104,7 +96,8 @@ class SqliteKv:
         """`work` as one transaction, after what has expired was removed by another; `then` once it is durable."""
 
         def on_thread() -> T:
-            self._end_leases([each for each, deadline in self._deadline.items() if deadline <= self._now()])
+            self._end_expired()
+            self._trim_history()
             result = self._atomically(work)
             then(result)
             return result
@@ -112,24 +105,50 @@ class SqliteKv:
         return await self._on_thread(on_thread)
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
-        """On the database thread, which therefore is the only one that touches the lease tables in memory."""
+        """On the database thread, which therefore is the only one that changes the tables in memory."""
+        if self._closed:
+            raise Unavailable("store database: closed")
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            if self._thread is None:
+                return self._and_notify(work, self._wake)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(
+                self._thread, self._and_notify, work, lambda: loop.call_soon_threadsafe(self._wake)
+            )
         except sqlite3.Error as error:
             raise Unavailable(f"store database: {error}") from error
 
-    def _revision(self) -> int:
-        return self._one("SELECT value FROM meta WHERE name='revision'")
+    def _and_notify(self, work: Callable[[], T], notify: Callable[[], object]) -> T:
+        """Waiters are woken by the thread itself: whoever asked for a change may have been cancelled meanwhile."""
+        before = self._last_revision
+        try:
+            return work()
+        finally:
+            if not self._closed:
+                self._last_revision = self._meta("revision")
+            if self._last_revision != before or self._closed:
+                notify()
 
-    def _bump(self) -> int:
-        self._db.execute("UPDATE meta SET value = value + 1 WHERE name='revision'")
-        return self._revision()
+    def _wake(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _end_expired(self) -> None:
+        now = self._now()
+        if now >= self._next_deadline:
+            self._end_leases([each for each, deadline in self._deadline.items() if deadline <= now])
+            self._next_deadline = min(self._deadline.values(), default=math.inf)
 
     def _end_leases(self, lease_ids: Sequence[int]) -> None:
         def work() -> None:
             for lease_id in lease_ids:
-                if self._db.execute("DELETE FROM kv WHERE lease_id = ?", (lease_id,)).rowcount:
-                    self._bump()
+                revision = self._meta("revision") + 1
+                gone = self._db.execute("SELECT key FROM kv WHERE lease_id = ?", (lease_id,)).fetchall()
+                for (key,) in gone:
+                    self._apply(Delete(key), revision)
+                if gone:
+                    self._set_meta("revision", revision)
                 self._db.execute("DELETE FROM lease WHERE id = ?", (lease_id,))
 
         if lease_ids:
@@ -138,65 +157,129 @@ class SqliteKv:
             self._deadline.pop(lease_id, None)
             self._ttl_s.pop(lease_id, None)
 
+    def _trim_history(self) -> None:
+        """The oldest quarter goes at a time."""
+        revisions = self._last_revision - self._compacted
+        if revisions <= HISTORY_REVISIONS_MAX and self._history_bytes <= HISTORY_BYTES_MAX:
+            return
+        by_size = self._one(
+            "SELECT coalesce(max(revision), 0) FROM (SELECT revision, sum(length(value)) OVER (ORDER BY revision DESC) AS "
+            "size FROM history) WHERE size > ?",
+            HISTORY_BYTES_MAX * 3 // 4,
+        )
+        compacted = max(by_size, self._last_revision - HISTORY_REVISIONS_MAX * 3 // 4)
+
+        def work() -> None:
+            self._db.execute("DELETE FROM history WHERE revision <= ?", (compacted,))
+            self._set_meta("compacted", compacted)
+
+        self._atomically(work)
+        self._compacted = compacted
+        self._history_bytes = self._one("SELECT coalesce(sum(length(value)), 0) FROM history")
+
     async def revision(self) -> int:
         """See KvStore."""
-        return await self._run(self._revision)
+        return await self._run(lambda: self._meta("revision"))
 
     async def range(self, prefix: str) -> tuple[int, list[KeyValue]]:
         """See KvStore."""
+        where, values = _under(prefix)
+        sql = f"SELECT key, value, create_revision, mod_revision, lease_id FROM kv WHERE {where} ORDER BY key"
+        return await self._run(
+            lambda: (self._meta("revision"), [KeyValue(*row) for row in self._db.execute(sql, values)])
+        )
 
-        def work() -> tuple[int, list[KeyValue]]:
-            rows = self._db.execute(
-                "SELECT key, value, create_revision, mod_revision, lease_id FROM kv WHERE substr(key, 1, ?) = ? ORDER BY key",
-                (len(prefix), prefix),
-            )
-            return self._revision(), [KeyValue(*row) for row in rows]
+    async def changes(self, prefix: str, after_revision: int) -> tuple[int, list[Event]]:
+        """See KvStore."""
+        where, values = _under(prefix)
+        sql = (
+            f"SELECT key, value, revision, lease_id FROM history WHERE revision > :after AND {where} ORDER BY revision"
+        )
+
+        def work() -> tuple[int, list[Event]]:
+            revision = self._meta("revision")
+            if not self._compacted <= after_revision <= revision:
+                raise Compacted(f"the history has revisions {self._compacted} to {revision}, not {after_revision}")
+            return revision, [Event(*row) for row in self._db.execute(sql, {**values, "after": after_revision})]
 
         return await self._run(work)
 
+    async def wait(self, after_revision: int, timeout_s: float) -> None:
+        """See KvStore."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + timeout_s
+        while self._last_revision <= after_revision and not self._closed:
+            left = end - loop.time()
+            if left <= 0:
+                return
+            expiry = self._next_deadline - self._now()
+            if expiry <= 0:
+                await self.revision()  # which ends the leases that have run out
+                continue
+            waiter = loop.create_future()
+            self._waiters.add(waiter)
+            try:
+                await asyncio.wait([waiter], timeout=min(left, expiry))
+            finally:
+                self._waiters.discard(waiter)
+
     async def txn(self, compares: Sequence[Compare], operations: Sequence[Put | Delete]) -> TxnResult:
         """See KvStore."""
-        size = sum(len(each.value) for each in operations if isinstance(each, Put))
-        if len(operations) + len(compares) > TXN_OPERATIONS_MAX or size > TXN_BYTES_MAX:
-            raise Exhausted(f"a transaction of {len(operations)} operations and {size} bytes exceeds the limit")
+        check_txn(compares, operations)
 
         def work() -> TxnResult:
+            revision = self._meta("revision")
             for compare in compares:
                 row = self._db.execute("SELECT mod_revision FROM kv WHERE key = ?", (compare.key,)).fetchone()
                 if (row[0] if row else 0) != compare.mod_revision:
-                    return TxnResult(False, self._revision())
-            revision = self._revision() + 1
-            changes = [self._apply(operation, revision) for operation in operations]
-            return TxnResult(True, self._bump() if any(changes) else revision - 1)
+                    return TxnResult(False, revision)
+            changes = [self._apply(operation, revision + 1) for operation in operations]
+            if not any(changes):
+                return TxnResult(True, revision)
+            self._set_meta("revision", revision + 1)
+            return TxnResult(True, revision + 1)
 
         return await self._run(work)
 
     def _apply(self, operation: Put | Delete, revision: int) -> bool:
         """Whether it changed anything."""
         if isinstance(operation, Delete):
-            return self._db.execute("DELETE FROM kv WHERE key = ?", (operation.key,)).rowcount > 0
+            if not self._db.execute("DELETE FROM kv WHERE key = ?", (operation.key,)).rowcount:
+                return False
+            self._db.execute("INSERT INTO history VALUES (?, ?, NULL, 0)", (revision, operation.key))
+            return True
         if operation.lease_id and operation.lease_id not in self._deadline:
             raise NotFound(f"lease {operation.lease_id} does not exist")
+        row = (operation.key, operation.value, revision, operation.lease_id)
         self._db.execute(
             "INSERT INTO kv VALUES (?1, ?2, ?3, ?3, ?4) "
             "ON CONFLICT(key) DO UPDATE SET value = ?2, mod_revision = ?3, lease_id = ?4",
-            (operation.key, operation.value, revision, operation.lease_id),
+            row,
         )
+        self._db.execute("INSERT INTO history VALUES (?3, ?1, ?2, ?4)", row)
+        self._history_bytes += len(operation.value)
         return True
 
     async def lease_grant(self, ttl_s: int) -> int:
         """See KvStore."""
 
         def work() -> int:
-            lease_id = self._db.execute("INSERT INTO lease (ttl_s) VALUES (?)", (ttl_s,)).lastrowid
+            incarnation = self._db.execute("SELECT CAST(value AS INTEGER) FROM kv WHERE key = ?", (INCARNATION_KEY,))
+            # Never an id of an earlier life of the database either: somebody may still try to renew that one.
+            least = (incarnation.fetchone() or (0,))[0] << LEASES_PER_INCARNATION_BITS
+            lease_id = self._db.execute(_INSERT_LEASE, {"least": least, "ttl_s": ttl_s}).lastrowid
             assert lease_id is not None
             return lease_id
 
         def then(lease_id: int) -> None:
             self._ttl_s[lease_id] = ttl_s
-            self._deadline[lease_id] = self._now() + ttl_s
+            self._set_deadline(lease_id)
 
         return await self._run(work, then)
+
+    def _set_deadline(self, lease_id: int) -> None:
+        self._deadline[lease_id] = self._now() + self._ttl_s[lease_id]
+        self._next_deadline = min(self._next_deadline, self._deadline[lease_id])
 
     async def lease_keepalive(self, lease_id: int) -> None:
         """See KvStore."""
@@ -204,7 +287,7 @@ class SqliteKv:
         def work() -> None:
             if lease_id not in self._deadline:
                 raise NotFound(f"lease {lease_id} has expired")
-            self._deadline[lease_id] = self._now() + self._ttl_s[lease_id]
+            self._set_deadline(lease_id)
 
         await self._run(work)
 
@@ -218,5 +301,12 @@ class SqliteKv:
 
     async def close(self) -> None:
         """See KvStore."""
-        await self._on_thread(self._db.close)
-        self._thread.shutdown()
+
+        def on_thread() -> None:
+            self._closed = True
+            self._db.close()
+
+        if not self._closed:
+            await self._on_thread(on_thread)
+        if self._thread is not None:
+            self._thread.shutdown()

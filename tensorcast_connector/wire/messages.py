@@ -1,19 +1,18 @@
-"""Every message as a tagged struct, msgpack arrays on the wire.
+"""What engines, workers and clients say to a worker: every message a tagged struct, msgpack arrays on the wire.
+
+What is said to the store is in store_messages.py, and codec.py turns all of it into bytes and back.
 
 Compatibility: a message only ever grows at its end, by fields with defaults; an older receiver skips what it does not
 know and a newer one fills what is missing. A change that this cannot express raises PROTOCOL_VERSION, which the
 hello negotiates.
 """
 
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from tensorcast_connector.errors import ProtocolError
-
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # 2: shard homes, watch, signals
 PROTOCOL_VERSION_MIN = 1
-T = TypeVar("T")
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -158,25 +157,91 @@ class Abort(Message):
 # --- worker -> worker -------------------------------------------------------------------------------------------------
 
 
-class Locate(Message):
-    """Asks the home for workers that hold pages."""
+ShardGrant = tuple[int, int, int]
+"""A shard and the fencing token of its lease: (shard, incarnation, revision)."""
 
+ShardAt = tuple[int, int, int, str]
+"""The same and the id of its home, as far as the sender knows."""
+
+
+class FindPages(Message):
+    """Asks a home which workers hold pages. Reads are never refused, only redirected."""
+
+    shards: list[int]  # every shard that `keys` fall into
     keys: list[bytes]
 
 
-class Located(Message):
-    """Per key the ids of workers that hold it."""
+class PagesFound(Message):
+    """Answer to FindPages. `which` is one little-endian uint32 per key, an index into `holders`; 0 is always nobody."""
 
-    workers: list[list[str]]
+    holders: list[list[str]]  # ids of workers
+    which: bytes
+    moved: list[ShardAt]  # shards of `shards` that this worker is not the home of; what it says of them is a guess
 
 
-class Announce(Message):
-    """What the sender holds now; `reset` first forgets all it announced before."""
+class ReportPages(Message):
+    """What the sender holds in shards of one home: a batch of registrations and removals, fenced by the shards' tokens.
+
+    Reports of one worker to one home are numbered; one that is not newer than the last is ignored.
+    """
 
     worker_id: str
-    reset: bool
+    number: int
+    shards: list[ShardGrant]  # every shard that the sender has told this home about, under which token
+    reset: list[int]  # shards of which all that was reported before is void: their inventory begins with `added`
     added: list[bytes]
     removed: list[bytes]
+
+
+class Reported(Message):
+    """Answer to ReportPages. What concerns the shards named here was not applied; the rest was."""
+
+    moved: list[ShardAt]  # not held by this home under that token, and who holds them
+    unknown: list[int]  # nothing is known of the sender here: send the whole inventory
+
+
+class AskInventory(Message):
+    """A new home asks for the inventory of shards; the answer comes as ReportPages. Fenced like everything of a home."""
+
+    home: str
+    shards: list[ShardGrant]
+
+
+class Fenced(Message):
+    """Answer to AskInventory: shards for which a higher token has been seen already."""
+
+    shards: list[ShardAt]
+
+
+class GetSignals(Message):
+    """How a worker is doing now."""
+
+
+class Signals(Message):
+    """Answer to GetSignals. Pressures are from 0 (idle) to 1 (full); None where it cannot be known."""
+
+    worker_id: str
+    roles: list[str]
+    shards: list[int]  # of which this worker is the home
+    as_of_unix_s: float  # when it was measured, by the worker's wall clock: for people
+    age_s: float  # how long before this answer it was measured, by the worker's own clock
+    memory: float | None  # of the arena, by pages that cannot be evicted
+    disk: float | None
+    network: float | None
+    queue: float | None  # of the requests in flight
+    values: dict[str, Any]  # what stands behind them, with units in the names
+
+
+class GetStory(Message):
+    """The recorded path of a page or request through this process, for people."""
+
+    text: str  # hex of (the beginning of) a block hash, a hold id, or the name of an event
+
+
+class Story(Message):
+    """Answer to GetStory: lines in the order they happened."""
+
+    lines: list[str]
 
 
 class Fetch(Message):
@@ -191,120 +256,25 @@ class Fetched(Message):
     pages: list[tuple[int, int]]
 
 
-# --- worker and client -> store ---------------------------------------------------------------------------------------
+# --- protocol version 1, still answered --------------------------------------------------------------------------------
 
 
-class WorkerRecord(msgspec.Struct, frozen=True):
-    """A worker as the store lists it."""
+class Locate(Message):
+    """Version 1: asks the one home for workers that hold pages."""
+
+    keys: list[bytes]
+
+
+class Located(Message):
+    """Version 1: per key the ids of workers that hold it."""
+
+    workers: list[list[str]]
+
+
+class Announce(Message):
+    """Version 1: what the sender holds; answered, and otherwise ignored."""
 
     worker_id: str
-    name: str
-    address: str
-    arena_bytes: int
-    version: int = PROTOCOL_VERSION
-
-
-class InstanceRecord(msgspec.Struct, frozen=True):
-    """An engine as the store lists it."""
-
-    instance_id: str
-    worker_id: str
-    engine: str
-    model: str
-    namespace: str
-
-
-class RegisterWorker(Message):
-    """Lists a worker under a lease of `ttl_s` seconds."""
-
-    record: WorkerRecord
-    ttl_s: int
-
-
-class RegisterInstance(Message):
-    """Lists an instance under the lease of its worker."""
-
-    record: InstanceRecord
-    lease_id: int
-
-
-class RemoveInstance(Message):
-    """The instance has gone."""
-
-    instance_id: str
-
-
-class LeaseGranted(Message):
-    """The lease to keep alive."""
-
-    lease_id: int
-    revision: int
-
-
-class KeepAlive(Message):
-    """Renews a lease; NotFound once it has expired (register again)."""
-
-    lease_id: int
-
-
-class Alive(Message):
-    """Renewed; `revision` moves on whenever the list of members changes."""
-
-    revision: int
-
-
-class RevokeLease(Message):
-    """Ends a lease and all it lists."""
-
-    lease_id: int
-
-
-class ListMembers(Message):
-    """All live workers and instances."""
-
-
-class Members(Message):
-    """Answer to ListMembers."""
-
-    revision: int
-    workers: list[WorkerRecord]
-    instances: list[InstanceRecord]
-
-
-EngineRequest = (
-    Hello | Ping | GetStatistics | MapArena | AttachInstance | Lookup | Release | Acquire | Reserve | Commit | Abort
-)
-PeerRequest = Hello | Ping | GetStatistics | Locate | Announce | Fetch
-StoreRequest = (
-    Hello
-    | Ping
-    | GetStatistics
-    | RegisterWorker
-    | RegisterInstance
-    | RemoveInstance
-    | KeepAlive
-    | RevokeLease
-    | ListMembers
-)
-Reply = (
-    Welcome | Ok | Statistics | ArenaInfo | LookupResult | Acquired | Reserved | Located | Fetched | LeaseGranted | Alive
-    | Members
-)  # fmt: skip
-
-_encoder = msgspec.msgpack.Encoder()
-encode = _encoder.encode
-reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-failure_decoder = msgspec.msgpack.Decoder(Failure)
-hello_decoder = msgspec.msgpack.Decoder(Hello)
-
-
-def decode(decoder: msgspec.msgpack.Decoder[T], body: bytes, what: str = "message") -> T:
-    """The message in `body`.
-
-    Raises:
-        ProtocolError: it holds none that `decoder` knows.
-    """
-    try:
-        return decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:  # the latter for lists in lists in lists
-        raise ProtocolError(f"{what} not understood: {error}") from error
+    reset: bool
+    added: list[bytes]
+    removed: list[bytes]

@@ -56,8 +56,8 @@ class Elsewhere(Protocol):
     async def fetch(self, keys: Sequence[bytes], source: WorkerId) -> None:
         """Brings pages into the local arena by `Pages.receive`; those that fail stay missing."""
 
-    def changed(self, added: Sequence[bytes]) -> None:
-        """Pages were added or evicted here; tells the home soon."""
+    def changed(self, keys: Sequence[bytes]) -> None:
+        """Pages were added or evicted here; tells their homes soon."""
 
 
 def check_keys(keyspaces: Sequence[bytes], block_hashes: Sequence[bytes]) -> None:
@@ -269,8 +269,9 @@ class Pages:
         self._segments.abort_all(owner)
 
     def _announce(self, added: Sequence[bytes]) -> None:
-        if self.elsewhere is not None:
-            self.elsewhere.changed(added)
+        changed = [*added, *self._segments.take_evicted()]
+        if changed and self.elsewhere is not None:
+            self.elsewhere.changed(changed)
 
     async def close(self) -> None:
         """Ends the fetches under way."""
@@ -278,10 +279,6 @@ class Pages:
         for task in fetches:
             task.cancel()
         await asyncio.gather(*fetches, return_exceptions=True)
-
-    def take_evicted(self) -> list[bytes]:
-        """Pages evicted since the last call."""
-        return self._segments.take_evicted()
 
     def resident(self, key: bytes) -> bool:
         """Whether the page can be read here."""

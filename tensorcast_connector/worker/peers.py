@@ -1,90 +1,201 @@
-"""The other workers, seen from one: the home of page locations, announcing to it, and fetching pages."""
+"""One worker among the others: connections to the store and to them, the metadata plane's messages, and fetching pages.
+
+Decisions are in core/metadata; this module carries what it says and tells it the time.
+"""
 
 import asyncio
 import contextlib
 import itertools
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tensorcast_connector.config import (
-    ANNOUNCE_INTERVAL_S,
-    ANNOUNCE_KEYS_PER_MESSAGE,
-    ANNOUNCE_RETRY_S,
     FETCH_CONNECTIONS_PER_PEER,
     FETCH_PAGES_PER_REQUEST,
-    LOCATE_TIMEOUT_S,
+    FIND_TIMEOUT_S,
+    HEARTBEAT_INTERVAL_S,
+    PUMP_INTERVAL_MAX_S,
     STORE_TIMEOUT_S,
     parse_address,
 )
-from tensorcast_connector.core.catalog import Catalog
-from tensorcast_connector.core.placement import choose_source, home_of_pages
-from tensorcast_connector.errors import ConfigError, ProtocolError, TensorcastError, Unavailable
+from tensorcast_connector.core.lookup import Ask
+from tensorcast_connector.core.member import Listed, StoreCall
+from tensorcast_connector.core.metadata import Call, Metadata, PeerCall
+from tensorcast_connector.core.placement import choose_source
+from tensorcast_connector.errors import ConfigError, TensorcastError, Unavailable
 from tensorcast_connector.net.bulk import BulkClient
 from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.net.transport import Network
-from tensorcast_connector.types import WorkerId
-from tensorcast_connector.wire.messages import Announce, Locate, Located, Ok, WorkerRecord
+from tensorcast_connector.types import Address, WorkerId
+from tensorcast_connector.wire.messages import Message, Ok, PagesFound
+from tensorcast_connector.wire.store_messages import RevokeLease, WorkerRecord
 from tensorcast_connector.worker.pages import Pages
 
 logger = logging.getLogger(__name__)
 
 
 class Peers:
-    """An `Elsewhere`. Owns the connections to other workers, and the catalog while this worker is the home."""
+    """An `Elsewhere`. Owns the metadata plane and all connections to others.
 
-    def __init__(self, me: WorkerRecord, pages: Pages, network: Network, chance: random.Random) -> None:
-        self._me = me
+    Args:
+        me: this worker as it is listed.
+        stores: addresses of store processes of one cluster.
+        now: this worker's clock, see core/leases.
+    """
+
+    def __init__(
+        self, me: WorkerRecord, pages: Pages, network: Network, stores: Sequence[Address], chance: random.Random,
+        now: Callable[[], float],
+    ) -> None:  # fmt: skip
         self._id = WorkerId(me.worker_id)
         self._pages = pages
         self._network = network
         self._chance = chance
-        self._members: set[WorkerId] = {self._id}
+        self.now = now
+        self._store = RpcClient(network, stores, "worker", me.worker_id, chance, on_connected=self._store_connected)
         self._clients: dict[WorkerId, RpcClient] = {}
         self._bulk: dict[WorkerId, BulkClient] = {}
-        self._closing: set[asyncio.Task[None]] = set()
-        self._home = self._id
-        self._added: list[bytes] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pumping: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        self._reset = True
-        self._announcing: asyncio.Task[None] | None = None
         self._fetches = itertools.count()
-        self.catalog = Catalog()
+        self._told = (0, frozenset[int](), True)  # what the log has been told: lease, shards held, store there
+        self.metadata = Metadata(me, pages)
 
     def __repr__(self) -> str:
-        return f"<Peers of {self._id}: {len(self._clients)} others, home {self._home}>"
+        return f"<Peers of {self._id}: {len(self._clients)} others>"
 
     def start(self) -> None:
-        """Begins to announce."""
-        self._announcing = asyncio.get_running_loop().create_task(self._announce_for_ever())
+        """Joins the cluster in the background; the worker serves whether or not the store is there."""
+        self._store.start()
+        self._pumping = asyncio.get_running_loop().create_task(self._pump())
+
+    async def leave(self) -> None:
+        """Leaves the cluster at once instead of by expiry. Pages can still be read."""
+        if self._pumping is not None:
+            self._pumping.cancel()
+            await asyncio.gather(self._pumping, return_exceptions=True)
+        lease_id = self.metadata.member.lease_id
+        if lease_id and self._store.connected:
+            try:
+                await self._store.call(RevokeLease(lease_id), Ok, STORE_TIMEOUT_S)
+            except TensorcastError as error:
+                logger.info("leaving by expiry: %s", error)
+        await self._store.close()
 
     async def close(self) -> None:
         """Closes all connections; fetches under way fail."""
-        if self._announcing is not None:
-            self._announcing.cancel()
-            await asyncio.gather(self._announcing, return_exceptions=True)
         for worker_id in list(self._clients):
             self._disconnect(worker_id)
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def members_changed(self, workers: Mapping[WorkerId, WorkerRecord]) -> None:
-        """The cluster has changed: connects to who is new, forgets who left, and announces anew to a new home."""
+    # --- the metadata plane ---
+
+    async def _pump(self) -> None:
+        """Sends what the metadata plane wants to send, when it wants to."""
+        with contextlib.suppress(TensorcastError):  # what it first wants is the store
+            await self._store.wait_connected(HEARTBEAT_INTERVAL_S)
+        while True:
+            self._wake.clear()
+            now = self.now()
+            for call in self.metadata.poll(now):
+                self._send(call)
+            self._tell()
+            wait_s = min(max(self.metadata.wake_at() - now, 0.0), PUMP_INTERVAL_MAX_S)
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    def wake(self) -> None:
+        """Something was told to the metadata plane: it may have something to send."""
+        self._wake.set()
+
+    async def _store_connected(self, _: RpcClient) -> None:
+        self.metadata.member.connected(self.now())
+        self.wake()
+
+    async def _connected(self, _: RpcClient) -> None:
+        self.wake()
+
+    def _send(self, call: Call) -> None:
+        if isinstance(call, PeerCall) and call.to == self._id:
+            self._finish(call, self.metadata.serve(call.message, self.now()))
+        else:
+            self._spawn(self._exchange(call))
+
+    async def _exchange(self, call: Call) -> None:
+        client = self._store if isinstance(call, StoreCall) else self._clients.get(call.to)
+        try:
+            if client is None:
+                raise Unavailable("it has left")
+            reply = await client.call(call.message, Message, call.timeout_s)
+        except TensorcastError as error:
+            logger.debug("%s failed: %s", type(call.message).__name__, error)
+            if client is self._store and isinstance(error, Unavailable):
+                self._store.try_another(error)
+            self.metadata.failed(call, error, self.now())
+            self.wake()
+        else:
+            self._finish(call, reply)
+
+    def _finish(self, call: Call, reply: Message) -> None:
+        try:
+            self.metadata.answered(call, reply, self.now())
+        except TensorcastError as error:
+            logger.warning("%s", error)
+        if isinstance(call, StoreCall):
+            self._meet()
+        self.wake()
+
+    def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _tell(self) -> None:
+        """The log, of what has changed."""
+        lease, shards, store_is_there = self._told
+        metadata = self.metadata
+        held = frozenset(metadata.leases.held)
+        self._told = (metadata.member.lease_id, held, metadata.member.store_error is None)
+        if self._told[0] != lease:
+            logger.info("joined the cluster as %s" if self._told[0] else "the lease of %s has ended", self._id)
+        if held != shards:
+            logger.info("home of %d shards of %d", len(held), metadata.view.shard_count)
+        if self._told[2] != store_is_there:
+            if self._told[2]:
+                logger.info("store %s is there", self._store.address)
+            else:
+                logger.warning("store: %s; going on with the members known", metadata.member.store_error)
+
+    def add(self, record: Listed) -> None:
+        """Lists an engine of this host, or a copy of an artifact, at the store."""
+        self.metadata.member.add(record)
+        self._wake.set()
+
+    def remove(self, record: Listed) -> None:
+        """Takes it off the list."""
+        self.metadata.member.remove(record)
+        self._wake.set()
+
+    # --- who is there ---
+
+    @property
+    def members(self) -> set[WorkerId]:
+        """The workers known, this one among them."""
+        return {self._id, *self._clients}
+
+    def _meet(self) -> None:
+        """Connects to who is new, forgets who left."""
+        workers = self.metadata.view.workers
         for gone in set(self._clients) - set(workers):
             self._disconnect(gone)
         for worker_id, record in workers.items():
             if worker_id != self._id and worker_id not in self._clients:
                 self._connect(worker_id, record)
-        # A worker whose own lease lapsed for a moment still knows itself.
-        self._members = {self._id, *self._clients}
-        self.catalog.keep_only(self._members)
-        home = home_of_pages(self._members) or self._id
-        if home != self._home:
-            logger.info("pages are located by %s now", home)
-            if self._home == self._id:
-                self.catalog.keep_only([])  # the new home is told everything anew; nothing stale may stay here
-            self._home = home
-            self._reset = True
-            self._wake.set()
 
     def _connect(self, worker_id: WorkerId, record: WorkerRecord) -> None:
         try:
@@ -92,68 +203,51 @@ class Peers:
         except ConfigError as error:
             logger.warning("a member that cannot be reached: %s", error)
             return
-
-        async def connected(_: RpcClient) -> None:
-            # A home that restarted, or that we lost for a while, may have missed something: tell it everything.
-            self._reset = self._reset or worker_id == self._home
-            self._wake.set()
-
-        client = RpcClient(self._network, address, "worker", self._me.worker_id, self._chance, on_connected=connected)
+        client = RpcClient(self._network, address, "worker", self._id, self._chance, on_connected=self._connected)
         client.start()
         self._clients[worker_id] = client
-        self._bulk[worker_id] = BulkClient(self._network, address, self._me.worker_id, FETCH_CONNECTIONS_PER_PEER)
+        self._bulk[worker_id] = BulkClient(self._network, address, self._id, FETCH_CONNECTIONS_PER_PEER)
 
     def _disconnect(self, worker_id: WorkerId) -> None:
         self._bulk.pop(worker_id).close()
-        task = asyncio.get_running_loop().create_task(self._clients.pop(worker_id).close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-
-    # --- the index, while this worker is the home ---
-
-    def index(self) -> Catalog:
-        """Where pages are.
-
-        Raises:
-            Unavailable: another worker is the home, as far as this one knows; the caller learns of it too, or we do.
-        """
-        if self._home != self._id:
-            raise Unavailable(f"{self._id} does not locate pages, {self._home} does")
-        return self.catalog
-
-    def announced(self, message: Announce) -> None:
-        """Another worker says what it holds.
-
-        Raises:
-            Unavailable: this is not the home, or does not know that worker yet; it tries again.
-            NotFound: see Catalog.announce.
-        """
-        worker = WorkerId(message.worker_id)
-        if worker not in self._members:
-            raise Unavailable(f"{worker} is not known here yet")
-        self.index().announce(worker, message.reset, message.added, message.removed)
+        self._spawn(self._clients.pop(worker_id).close())
 
     # --- locating ---
 
     async def locate(self, keys: Sequence[bytes], avoid: Mapping[bytes, WorkerId]) -> list[WorkerId | None]:
         """See Elsewhere."""
-        holders: Sequence[Sequence[str]]
-        if self._home == self._id:
-            holders = self.catalog.locate(keys)
-        else:
-            try:
-                located = await self._clients[self._home].call(Locate(list(keys)), Located, LOCATE_TIMEOUT_S)
-                holders = located.workers
-                if len(holders) != len(keys):
-                    raise ProtocolError(f"{len(holders)} answers for {len(keys)} pages")
-            except TensorcastError as error:
-                logger.debug("locating %d pages failed: %s", len(keys), error)
-                return [None] * len(keys)
         reachable = {worker_id for worker_id, client in self._clients.items() if client.connected}
         return [
             choose_source(key, [WorkerId(each) for each in who if each in reachable and each != avoid.get(key)])
-            for key, who in zip(keys, holders, strict=True)
+            for key, who in zip(keys, await self.holders(keys), strict=True)
         ]
+
+    async def holders(self, keys: Sequence[bytes]) -> list[Sequence[str]]:
+        """The ids of the workers that hold each key, as far as its home knows and answers in time."""
+        lookup = self.metadata.lookup(keys)
+        asks = lookup.first()
+        while asks:
+            answers = await asyncio.gather(*map(self._ask, asks))
+            more: list[Ask] = []
+            for ask, answer in zip(asks, answers, strict=True):
+                try:
+                    more += lookup.answered(ask, answer) if answer is not None else []
+                except TensorcastError as error:
+                    logger.warning("%s", error)
+            asks = more
+        return lookup.holders
+
+    async def _ask(self, ask: Ask) -> PagesFound | None:
+        try:
+            if ask.home == self._id:
+                reply = self.metadata.serve(ask.message, self.now())
+                assert isinstance(reply, PagesFound)
+                return reply
+            client = self._clients.get(ask.home)
+            return await client.call(ask.message, PagesFound, FIND_TIMEOUT_S) if client is not None else None
+        except TensorcastError as error:
+            logger.debug("locating %d pages at %s failed: %s", len(ask.positions), ask.home, error)
+            return None
 
     # --- fetching ---
 
@@ -191,53 +285,14 @@ class Peers:
         finally:
             self._pages.give_up(owner)
 
-    # --- announcing ---
+    # --- reporting ---
 
-    def changed(self, added: Sequence[bytes]) -> None:
+    def changed(self, keys: Sequence[bytes]) -> None:
         """See Elsewhere."""
-        if not self._reset:  # else everything will be told
-            self._added += added
-        self._wake.set()
-
-    async def _announce_for_ever(self) -> None:
-        """Tells the home of every change at once, and now and then of none, which finds out that it has forgotten us."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ANNOUNCE_INTERVAL_S):
-                    await self._wake.wait()
-            self._wake.clear()
-            try:
-                await self._announce()
-            except TensorcastError as error:
-                logger.debug("announcing to %s failed: %s", self._home, error)
-                self._reset = True
-                await asyncio.sleep(ANNOUNCE_RETRY_S)
-
-    async def _announce(self) -> None:
-        removed = self._pages.take_evicted()
-        added, self._added = self._added, []
-        reset, self._reset = self._reset, False
-        home = self._home
-        if reset:
-            if home != self._id and not self._clients[home].connected:
-                raise Unavailable(f"not connected to {home}")
-            added, removed = self._pages.inventory(), []
-        elif removed and added:
-            # A page evicted and saved again, or saved and evicted again: only the last state counts.
-            gone = set(removed)
-            still = {key for key in gone.intersection(added) if self._pages.resident(key)}
-            added = [key for key in added if key not in gone or key in still]
-            removed = [key for key in removed if key not in still]
-        step = ANNOUNCE_KEYS_PER_MESSAGE
-        for at in range(0, max(len(added), len(removed), 1), step):
-            message = Announce(self._id, reset and at == 0, added[at : at + step], removed[at : at + step])
-            if home != self._home:
-                return  # the new one is told everything
-            elif home == self._id:
-                self.announced(message)
-            else:
-                await self._clients[home].call(message, Ok, STORE_TIMEOUT_S)
+        if keys:
+            self.metadata.changed(keys)
+            self.wake()
 
     def statistics(self) -> dict[str, int | str]:
         """Counts for people and metrics."""
-        return {**self.catalog.statistics(), "home": self._home, "workers": len(self._members)}
+        return self.metadata.statistics()

@@ -3,16 +3,25 @@
 import asyncio
 import logging
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from tensorcast_connector.config import NAME_CHARS_MAX, SLAB_BYTES, SLOT_ALIGN_BYTES, WorkerConfig, parse_address
+from tensorcast_connector.config import (
+    NAME_CHARS_MAX,
+    SLAB_BYTES,
+    SLOT_ALIGN_BYTES,
+    WorkerConfig,
+    parse_address,
+    parse_roles,
+)
 from tensorcast_connector.core.segments import Segments
 from tensorcast_connector.errors import ConfigError
-from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.net.transport import Listener, Network, Stream
-from tensorcast_connector.store.client import Membership
 from tensorcast_connector.types import Address, WorkerId
-from tensorcast_connector.wire.messages import WorkerRecord
+from tensorcast_connector.wire.messages import PROTOCOL_VERSION
+from tensorcast_connector.wire.store_messages import (
+    WorkerRecord,
+)
 from tensorcast_connector.worker.arena import Arena, available_memory_bytes
 from tensorcast_connector.worker.pages import Pages
 from tensorcast_connector.worker.peers import Peers
@@ -30,13 +39,12 @@ class Worker:
     address: Address
     pages: Pages
     peers: Peers
-    membership: Membership
     _arena: Arena
     _listeners: list[Listener]
 
     async def close(self) -> None:
         """Stops serving, leaves the cluster, frees the arena."""
-        await self.membership.close()
+        await self.peers.leave()
         for listener in self._listeners:
             await listener.close()
         await self.pages.close()
@@ -44,11 +52,14 @@ class Worker:
         self._arena.close()
 
 
-async def start_worker(config: WorkerConfig, network: Network, chance: random.Random) -> Worker:
+async def start_worker(
+    config: WorkerConfig, network: Network, chance: random.Random, now: Callable[[], float]
+) -> Worker:
     """Starts a worker; it serves its engines at once and joins the cluster when the store answers.
 
     Args:
         chance: seeded by the system, since the incarnation in the worker's id is drawn from it.
+        now: this host's clock in seconds, which goes on during suspend and never jumps.
 
     Raises:
         ConfigError: an address cannot be used, or the arena does not fit.
@@ -57,7 +68,7 @@ async def start_worker(config: WorkerConfig, network: Network, chance: random.Ra
         raise ConfigError(
             f"name={config.name!r}: a worker needs a name of at most {NAME_CHARS_MAX} characters without slashes"
         )
-    store = parse_address(config.store, "store")
+    stores = [parse_address(each.strip(), "store") for each in config.store.split(",")]
     listen = parse_address(config.listen, "listen")
     socket = parse_address(f"unix:{config.socket.removeprefix('unix:')}", "socket")
     advertise = parse_address(config.advertise, "advertise") if config.advertise else None
@@ -83,12 +94,13 @@ async def start_worker(config: WorkerConfig, network: Network, chance: random.Ra
     try:
         listeners.append(await network.listen(listen, on_peer))
         address = advertise or listeners[0].address
-        record = WorkerRecord(worker_id, config.name, str(address), config.arena_bytes)
-        peers = Peers(record, pages, network, chance)
+        record = WorkerRecord(
+            worker_id, config.name, str(address), config.arena_bytes, PROTOCOL_VERSION, parse_roles(config.roles)
+        )
+        peers = Peers(record, pages, network, stores, chance, now)
         pages.elsewhere = peers
-        membership = Membership(RpcClient(network, store, "worker", worker_id, chance), record, peers.members_changed)
         services["peer"] = PeerService(worker_id, pages, peers)
-        services["engine"] = EngineService(worker_id, arena, pages, peers, membership)
+        services["engine"] = EngineService(worker_id, arena, pages, peers)
         listeners.append(await network.listen(socket, on_engine))
     except BaseException:
         for listener in listeners:
@@ -102,6 +114,5 @@ async def start_worker(config: WorkerConfig, network: Network, chance: random.Ra
 
     arena.allocate_rest(on_allocated)
     peers.start()
-    await membership.start()
     logger.info("worker %s serves engines at %s and workers at %s", worker_id, socket, address)
-    return Worker(worker_id, socket, address, pages, peers, membership, arena, listeners)
+    return Worker(worker_id, socket, address, pages, peers, arena, listeners)

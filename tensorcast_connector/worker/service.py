@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,20 +12,23 @@ from tensorcast_connector.errors import Exhausted, ProtocolError
 from tensorcast_connector.net.bulk import BULK_ROLE, serve_bulk
 from tensorcast_connector.net.rpc import Connection, accept, serve_stream
 from tensorcast_connector.net.transport import Stream
-from tensorcast_connector.store.client import Membership
 from tensorcast_connector.types import InstanceId
+from tensorcast_connector.wire.codec import (
+    EngineRequest,
+    PeerRequest,
+)
 from tensorcast_connector.wire.messages import (
     Abort,
     Acquire,
     Acquired,
     Announce,
     ArenaInfo,
+    AskInventory,
     AttachInstance,
     Commit,
-    EngineRequest,
+    FindPages,
     GetStatistics,
     Hello,
-    InstanceRecord,
     Locate,
     Located,
     Lookup,
@@ -33,11 +36,14 @@ from tensorcast_connector.wire.messages import (
     MapArena,
     Message,
     Ok,
-    PeerRequest,
     Release,
+    ReportPages,
     Reserve,
     Reserved,
     Statistics,
+)
+from tensorcast_connector.wire.store_messages import (
+    InstanceRecord,
 )
 from tensorcast_connector.worker.arena import Arena
 from tensorcast_connector.worker.pages import Held, Pages
@@ -68,9 +74,10 @@ class _EngineSession:
 
     def _detach(self) -> None:
         # An engine that has connected again is listed by its new connection, whatever becomes of the old one.
-        if self._instance is not None and self._service.listed_by.get(self._instance) == self._id:
-            del self._service.listed_by[self._instance]
-            self._service.membership.remove_instance(self._instance)
+        listed = self._instance and self._service.listed.get(self._instance)
+        if self._instance is not None and listed and listed[0] == self._id:
+            del self._service.listed[self._instance]
+            self._service.peers.remove(listed[1])
 
     async def _map_arena(self, _: MapArena) -> Message:
         arena = self._service.arena
@@ -81,12 +88,11 @@ class _EngineSession:
         if self._instance != message.instance_id:
             self._detach()
         self._instance = InstanceId(message.instance_id)
-        self._service.listed_by[self._instance] = self._id
-        self._service.membership.add_instance(
-            InstanceRecord(
-                message.instance_id, self._service.server_id, message.engine, message.model, message.namespace
-            )
+        record = InstanceRecord(
+            message.instance_id, self._service.server_id, message.engine, message.model, message.namespace
         )
+        self._service.listed[self._instance] = self._id, record
+        self._service.peers.add(record)
         return Ok()
 
     def _lookup(self, message: Lookup) -> Message | Awaitable[Message]:
@@ -145,13 +151,12 @@ class EngineService:
     server = "worker"
     decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(EngineRequest)
 
-    def __init__(self, server_id: str, arena: Arena, pages: Pages, peers: Peers, membership: Membership) -> None:
+    def __init__(self, server_id: str, arena: Arena, pages: Pages, peers: Peers) -> None:
         self.server_id = server_id
         self.arena = arena
         self.pages = pages
-        self.membership = membership
-        self.listed_by: dict[InstanceId, int] = {}  # engine -> the connection that lists it
-        self._peers = peers
+        self.peers = peers
+        self.listed: dict[InstanceId, tuple[int, InstanceRecord]] = {}  # and the connection that lists it
 
     def open_session(self, stream: Stream, hello: Hello) -> _EngineSession:
         """A new connection."""
@@ -160,44 +165,78 @@ class EngineService:
 
     def statistics(self) -> dict[str, int | str]:
         """Counts for people and metrics."""
-        return {**self.pages.statistics(), **self._peers.statistics()}
+        return {**self.pages.statistics(), **self.peers.statistics()}
 
     async def on_stream(self, stream: Stream) -> None:
         """An OnStream."""
         await serve_stream(stream, self)
 
 
+class _PeerSession:
+    """One connection of another worker, or of somebody who looks: a Session. It holds nothing."""
+
+    def __init__(self, service: "PeerService", name: str) -> None:
+        self._service = service
+        self._name = name
+
+    def handle(self, message: Any) -> Message | Awaitable[Message]:
+        peers = self._service.peers
+        if isinstance(message, FindPages):
+            _check_count(message.keys)
+            return peers.metadata.serve(message, peers.now())
+        if isinstance(message, ReportPages):
+            self._check_sender(message.worker_id)
+        elif isinstance(message, AskInventory):
+            self._check_sender(message.home)
+        elif isinstance(message, GetStatistics):
+            return Statistics(self._service.statistics())
+        elif isinstance(message, Locate):
+            _check_count(message.keys)
+            return self._locate(message)
+        elif isinstance(message, Announce):
+            return Ok()
+        reply = peers.metadata.serve(message, peers.now())
+        peers.wake()
+        return reply
+
+    def _check_sender(self, claimed: str) -> None:
+        """Nobody speaks for another worker."""
+        if claimed != self._name:
+            raise ProtocolError(f"{self._name!r} speaks for {claimed[:64]!r}")
+
+    async def _locate(self, message: Locate) -> Message:
+        return Located([list(each) for each in await self._service.peers.holders(message.keys)])
+
+    def close(self) -> None:
+        """Nothing is held per connection."""
+
+
+def _check_count(keys: Sequence[bytes]) -> None:
+    if len(keys) > KEYS_PER_MESSAGE_MAX:
+        raise Exhausted(f"{len(keys)} keys in one request; the limit is {KEYS_PER_MESSAGE_MAX}")
+    if not all(keys):
+        raise ProtocolError("a page key is not empty")
+
+
 class PeerService:
-    """A `Service` (and its only Session) for other workers; bulk connections come to the same port."""
+    """A `Service` for other workers; bulk connections come to the same port."""
 
     server = "worker"
     decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(PeerRequest)
 
     def __init__(self, server_id: str, pages: Pages, peers: Peers) -> None:
         self.server_id = server_id
+        self.peers = peers
         self._pages = pages
-        self._peers = peers
 
-    def open_session(self, stream: Stream, hello: Hello) -> "PeerService":
-        """Connections of peers hold nothing."""
+    def open_session(self, stream: Stream, hello: Hello) -> _PeerSession:
+        """A new connection."""
         logger.debug("%s %s connected from %s", hello.role, hello.name, stream.peer)
-        return self
+        return _PeerSession(self, hello.name)
 
-    def close(self) -> None:
-        """Nothing is held per connection."""
-
-    def handle(self, message: Any) -> Message:
-        """See Session."""
-        if isinstance(message, Locate):
-            if len(message.keys) > KEYS_PER_MESSAGE_MAX:
-                raise Exhausted(f"{len(message.keys)} keys in one request; the limit is {KEYS_PER_MESSAGE_MAX}")
-            return Located([list(each) for each in self._peers.index().locate(message.keys)])
-        if isinstance(message, Announce):
-            self._peers.announced(message)
-            return Ok()
-        if isinstance(message, GetStatistics):
-            return Statistics({**self._pages.statistics(), **self._peers.statistics()})
-        raise ProtocolError(f"a worker does not take {type(message).__name__} here")
+    def statistics(self) -> dict[str, int | str]:
+        """Counts for people and metrics."""
+        return {**self._pages.statistics(), **self.peers.statistics()}
 
     async def on_stream(self, stream: Stream) -> None:
         """An OnStream."""

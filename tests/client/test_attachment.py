@@ -23,7 +23,9 @@ from tensorcast_connector.net.rpc import accept, serve_stream
 from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.net.transport import Stream
 from tensorcast_connector.types import Address
-from tensorcast_connector.wire.messages import AttachInstance
+from tensorcast_connector.wire.messages import (
+    AttachInstance,
+)
 from tensorcast_connector.worker.server import Worker, start_worker
 from tests.cluster import PAGE, SPACE, content, hashes
 from tests.net.service import Scripted

@@ -9,8 +9,10 @@ import msgspec
 from tensorcast_connector.errors import NotFound
 from tensorcast_connector.net.rpc import serve_stream
 from tensorcast_connector.net.transport import Stream
-from tensorcast_connector.wire.messages import (
+from tensorcast_connector.wire.codec import (
     EngineRequest,
+)
+from tensorcast_connector.wire.messages import (
     GetStatistics,
     Hello,
     Lookup,

@@ -16,8 +16,16 @@ from tensorcast_connector.net.rpc import accept, receive_frame
 from tensorcast_connector.net.transport import Listener, Stream
 from tensorcast_connector.testing.network import FakeNetwork
 from tensorcast_connector.types import Address
+from tensorcast_connector.wire.codec import (
+    encode,
+)
 from tensorcast_connector.wire.frames import Kind, encode_frame
-from tensorcast_connector.wire.messages import Fetch, Fetched, Hello, Message, encode
+from tensorcast_connector.wire.messages import (
+    Fetch,
+    Fetched,
+    Hello,
+    Message,
+)
 from tests.net.conftest import Place
 from tests.waiting import until
 

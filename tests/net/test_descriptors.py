@@ -17,8 +17,15 @@ from tensorcast_connector.net.rpc import accept, receive_frame
 from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.net.transport import Stream
 from tensorcast_connector.types import Address
+from tensorcast_connector.wire.codec import (
+    encode,
+)
 from tensorcast_connector.wire.frames import Kind, encode_frame
-from tensorcast_connector.wire.messages import ArenaInfo, Failure, Ok, encode
+from tensorcast_connector.wire.messages import (
+    ArenaInfo,
+    Failure,
+    Ok,
+)
 from tensorcast_connector.worker.server import Worker, start_worker
 
 

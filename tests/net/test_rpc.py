@@ -20,6 +20,10 @@ from tensorcast_connector.net import rpc, rpc_client
 from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.net.transport import Listener, Stream
 from tensorcast_connector.types import Address
+from tensorcast_connector.wire.codec import (
+    encode,
+    failure_decoder,
+)
 from tensorcast_connector.wire.frames import FRAME_BODY_BYTES_MAX, HEADER_BYTES, Kind, encode_frame
 from tensorcast_connector.wire.messages import (
     GetStatistics,
@@ -29,8 +33,6 @@ from tensorcast_connector.wire.messages import (
     Ok,
     Release,
     Statistics,
-    encode,
-    failure_decoder,
 )
 from tests.net.conftest import Place
 from tests.net.service import Scripted, lookup

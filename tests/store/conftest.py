@@ -1,48 +1,97 @@
 """Every backend of the KV port behind one fixture."""
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from tensorcast_connector.store.etcd_gateway import Answer
+from tensorcast_connector.store.etcd_kv import EtcdKv, open_etcd
 from tensorcast_connector.store.kv import KvStore
 from tensorcast_connector.store.sqlite_kv import SqliteKv
 from tensorcast_connector.testing.clock import SettableClock
 from tests.loops import quiet_loop
+from tests.store.etcd_servers import EtcdCluster
 
 __all__ = ["quiet_loop"]
+_prefixes = (f"test-{number}/" for number in itertools.count())
 
 
 class Backend:
-    """A store that can be restarted, and its clock."""
+    """A store, how it is opened again, and how time goes by for its leases."""
 
-    def __init__(self, clock: SettableClock, make: Callable[[], KvStore]) -> None:
-        self.clock = clock
-        self._make = make
-        self.kv = make()
+    ttl_s = 10  # of a lease that a test lets run out
 
-    async def restart(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.clock = SettableClock(1000)
+        self._path = folder / "store" / "store.db"
+        self.kv: KvStore = SqliteKv(self._path, self.clock)
+
+    async def reopen(self) -> None:
         await self.kv.close()
-        self.kv = self._make()
+        self.kv = SqliteKv(self._path, self.clock)
+
+    async def pass_time(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    async def close(self) -> None:
+        await self.kv.close()
 
 
-@pytest.fixture(params=["sqlite"])
-async def backend(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Backend]:
+class EtcdBackend(Backend):
+    """On a cluster that other tests use too; what a test wrote is removed after it."""
+
+    ttl_s = 1
+
+    def __init__(self, servers: EtcdCluster) -> None:
+        self.servers = servers
+        self.prefix = next(_prefixes)
+        self.kv: EtcdKv
+
+    async def open(self) -> EtcdKv:
+        """Another store process on the same keys; the caller closes it."""
+        return await open_etcd(self.servers.addresses, self.prefix)
+
+    async def reopen(self) -> None:
+        await self.kv.close()
+        self.kv = await self.open()
+
+    async def pass_time(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def close(self) -> None:
+        start, end = self.kv._span("")
+        await self.kv._gateway.call("/v3/kv/deleterange", {"key": start, "range_end": end}, Answer, repeatable=True)
+        await self.kv.close()
+
+
+@pytest.fixture(scope="session", params=["sqlite", "etcd-1", "etcd-3"])
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster | None]:
+    """What the backend needs besides this process, for all tests with it."""
+    if request.param == "sqlite":
+        yield None
+        return
+    cluster = EtcdCluster(int(request.param[-1]), tmp_path_factory.mktemp(request.param))
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+async def backend(servers: EtcdCluster | None, tmp_path: Path) -> AsyncIterator[Backend]:
     """One of each."""
-    clock = SettableClock(1000)
-    makers: dict[str, Callable[[], KvStore]] = {"sqlite": lambda: SqliteKv(tmp_path / "store" / "store.db", clock)}
-    backend = Backend(clock, makers[request.param])
+    backend: Backend
+    if servers is None:
+        backend = Backend(tmp_path)
+    else:
+        backend = etcd = EtcdBackend(servers)
+        etcd.kv = await etcd.open()
     yield backend
-    await backend.kv.close()
+    await backend.close()
 
 
 @pytest.fixture
 def kv(backend: Backend) -> KvStore:
-    """For tests that never restart it."""
+    """For tests that never open it again."""
     return backend.kv
-
-
-@pytest.fixture
-def clock(backend: Backend) -> SettableClock:
-    """The clock of that store."""
-    return backend.clock

@@ -1,12 +1,24 @@
 """The contract of the KV port, for every backend."""
 
 import asyncio
+import time
 
 import pytest
 
-from tensorcast_connector.errors import Exhausted, NotFound
-from tensorcast_connector.store.kv import TXN_BYTES_MAX, TXN_OPERATIONS_MAX, Compare, Delete, KeyValue, KvStore, Put
-from tensorcast_connector.testing.clock import SettableClock
+from tensorcast_connector.errors import Compacted, Exhausted, NotFound
+from tensorcast_connector.store import etcd_watch, sqlite_kv
+from tensorcast_connector.store.incarnation import ensure_incarnation
+from tensorcast_connector.store.kv import (
+    TXN_BYTES_MAX,
+    TXN_OPERATIONS_MAX,
+    Compare,
+    Delete,
+    Event,
+    KeyValue,
+    KvStore,
+    Put,
+    prefix_end,
+)
 from tests.store.conftest import Backend
 
 
@@ -18,6 +30,17 @@ async def put(kv: KvStore, key: str, value: bytes = b"v", lease_id: int = 0) -> 
 
 async def keys(kv: KvStore, prefix: str = "") -> list[str]:
     return [each.key for each in (await kv.range(prefix))[1]]
+
+
+async def changes(kv: KvStore, prefix: str, after: int, upto: int) -> list[Event]:
+    """Those after `after`, once they are complete up to `upto`: a backend may lag behind what was written."""
+    async with asyncio.timeout(10):
+        while True:
+            revision, events = await kv.changes(prefix, after)
+            assert revision >= after and all(after < each.mod_revision <= revision for each in events)
+            if revision >= upto:
+                return events
+            await kv.wait(revision, 1)
 
 
 async def test_put_range_delete(kv: KvStore) -> None:
@@ -85,41 +108,6 @@ async def test_limits(kv: KvStore) -> None:
     assert (await kv.txn([], [Put("big", bytes(TXN_BYTES_MAX))])).succeeded
 
 
-async def test_a_key_goes_with_its_lease(kv: KvStore, clock: SettableClock) -> None:
-    lease = await kv.lease_grant(10)
-    await put(kv, "leased", b"v", lease)
-    await put(kv, "free")
-    assert (await kv.range("leased"))[1][0].lease_id == lease
-    before = await kv.revision()
-    clock.advance(9.9)
-    assert await keys(kv) == ["free", "leased"]
-    clock.advance(0.1)
-    assert await keys(kv) == ["free"]
-    assert await kv.revision() == before + 1, "an expiry is a change"
-
-
-async def test_keepalive_renews_for_the_full_time(kv: KvStore, clock: SettableClock) -> None:
-    lease = await kv.lease_grant(10)
-    await put(kv, "k", b"", lease)
-    for _ in range(5):
-        clock.advance(9)
-        await kv.lease_keepalive(lease)
-    clock.advance(9)
-    assert await keys(kv) == ["k"]
-
-
-async def test_an_expired_lease_is_never_revived(kv: KvStore, clock: SettableClock) -> None:
-    lease = await kv.lease_grant(10)
-    await put(kv, "k", b"", lease)
-    clock.advance(10)
-    for _ in range(2):
-        with pytest.raises(NotFound, match=f"lease {lease} has expired"):
-            await kv.lease_keepalive(lease)
-    with pytest.raises(NotFound, match="does not exist"):
-        await put(kv, "k", b"", lease)
-    assert await keys(kv) == [] and await kv.lease_grant(10) > lease, "and its id is not given out again"
-
-
 async def test_a_put_on_a_missing_lease_undoes_the_whole_transaction(kv: KvStore) -> None:
     before = await kv.revision()
     with pytest.raises(NotFound):
@@ -150,37 +138,178 @@ async def test_a_key_hangs_on_the_lease_it_was_last_put_with(kv: KvStore) -> Non
     assert await keys(kv) == ["k"]
 
 
-async def test_a_restart_keeps_keys_and_grants_every_lease_its_full_time_anew(backend: Backend) -> None:
+@pytest.mark.slow
+async def test_a_lease_runs_out_unless_it_is_renewed(backend: Backend) -> None:
+    kv = backend.kv
+    lease, renewed = await kv.lease_grant(backend.ttl_s), await kv.lease_grant(backend.ttl_s)
+    await put(kv, "leased", b"v", lease)
+    await put(kv, "renewed", b"v", renewed)
+    assert [each.lease_id for each in (await kv.range(""))[1]] == [lease, renewed]
+    before = await kv.revision()
+    followed = asyncio.create_task(changes(kv, "", before, before + 1))
+    async with asyncio.timeout(10):
+        while await keys(kv, "leased"):
+            await backend.pass_time(backend.ttl_s / 4)
+            await kv.lease_keepalive(renewed)
+    assert await followed == [Event("leased", None, before + 1, 0)], "an expiry is a change"
+    for _ in range(2):
+        with pytest.raises(NotFound, match=f"lease {lease} has expired"):
+            await kv.lease_keepalive(lease)
+    with pytest.raises(NotFound, match="does not exist"):
+        await put(kv, "leased", b"", lease)
+    assert await keys(kv) == ["renewed"] and await kv.revision() == before + 1
+    await kv.lease_revoke(lease)
+
+
+async def test_changes_in_order_with_deletes(kv: KvStore) -> None:
+    start = await kv.revision()
+    lease = await kv.lease_grant(10)
+    first = await put(kv, "a/1", b"\x00\xff", lease)
+    second = (await kv.txn([], [Put("a/2", b""), Put("b/1", b"other"), Delete("a/1"), Delete("a/none")])).revision
+    third = await put(kv, "a/2", b"again")
+    await kv.lease_revoke(lease)
+    assert [
+        (each.key, each.value, each.mod_revision, each.lease_id) for each in await changes(kv, "a/", start, third)
+    ] in (
+        [("a/1", b"\x00\xff", first, lease), *pair, ("a/2", b"again", third, 0)]
+        for pair in (
+            [("a/1", None, second, 0), ("a/2", b"", second, 0)],
+            [("a/2", b"", second, 0), ("a/1", None, second, 0)],
+        )
+    ), "within a revision in any order"
+    assert [each.key for each in await changes(kv, "b/", start, third)] == ["b/1"]
+    assert await changes(kv, "a/", second, third) == [Event("a/2", b"again", third, 0)]
+    assert await changes(kv, "a/", third, third) == [] and await changes(kv, "c/", start, third) == []
+
+
+async def test_what_the_range_showed_is_not_told_again(kv: KvStore) -> None:
+    await put(kv, "a")
+    revision, _ = await kv.range("")
+    for _ in range(20):
+        assert await changes(kv, "", revision, revision) == []
+        await asyncio.sleep(0.001)
+    later = await put(kv, "a", b"2")
+    assert await changes(kv, "", revision, later) == [Event("a", b"2", later, 0)]
+
+
+async def test_a_revoked_lease_is_seen(kv: KvStore) -> None:
+    lease = await kv.lease_grant(10)
+    await put(kv, "a/1", b"", lease)
+    last = await put(kv, "a/2", b"", lease)
+    await kv.lease_revoke(lease)
+    gone = await changes(kv, "a/", last, last + 1)
+    assert {(each.key, each.value) for each in gone} == {("a/1", None), ("a/2", None)}
+    assert {each.mod_revision for each in gone} == {await kv.revision()}
+
+
+async def test_changes_of_a_past_that_is_not_kept(kv: KvStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (sqlite_kv, etcd_watch):
+        monkeypatch.setattr(module, "HISTORY_REVISIONS_MAX", 8)
+    start = await kv.revision()
+    written = [await put(kv, f"k{n % 3}", b"%d" % n) for n in range(30)]
+    recent = await changes(kv, "", written[-5], written[-1])
+    assert [each.value for each in recent] == [b"26", b"27", b"28", b"29"]
+    for past in (start, written[0], written[-15], 1):
+        with pytest.raises(Compacted):
+            await kv.changes("", past)
+    assert [each.value for each in (await kv.range(""))[1]] == [b"27", b"28", b"29"], "listing again helps"
+
+
+async def test_large_values_are_not_kept_for_long(kv: KvStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (sqlite_kv, etcd_watch):
+        monkeypatch.setattr(module, "HISTORY_BYTES_MAX", 10_000)
+    start = await kv.revision()
+    written = [await put(kv, "k", bytes(1000)) for _ in range(30)]
+    assert len(await changes(kv, "", written[-4], written[-1])) == 3
+    with pytest.raises(Compacted):
+        await kv.changes("", start)
+
+
+async def test_changes_of_a_future_that_is_not_ours(kv: KvStore) -> None:
+    with pytest.raises(Compacted):
+        await kv.changes("", await kv.revision() + 1)
+
+
+async def test_waiting_ends_with_a_change(kv: KvStore) -> None:
+    start = await put(kv, "a")
+    await changes(kv, "", start, start)
+    waiting = [asyncio.create_task(kv.wait(start, 30)) for _ in range(3)]
+    await asyncio.sleep(0.02)
+    assert not any(each.done() for each in waiting)
+    await put(kv, "b")
+    await asyncio.wait_for(asyncio.gather(*waiting), 5)
+    await asyncio.wait_for(kv.wait(start, 30), 5)
+    assert [each.key for each in (await kv.changes("", start))[1]] == ["b"], "what it waited for is there"
+
+
+async def test_waiting_ends_with_the_time(kv: KvStore) -> None:
+    revision = await put(kv, "a")
+    await changes(kv, "", revision, revision)
+    started = time.monotonic()
+    await kv.wait(revision, 0.02)
+    assert time.monotonic() - started >= 0.015
+    for over in (0, -1):
+        await asyncio.wait_for(kv.wait(revision, over), 5)
+
+
+async def test_a_waiter_may_be_cancelled_and_closing_ends_the_others(backend: Backend) -> None:
+    revision = await put(backend.kv, "a")
+    await changes(backend.kv, "", revision, revision)
+    one, other = (asyncio.create_task(backend.kv.wait(revision, 30)) for _ in range(2))
+    await asyncio.sleep(0.01)
+    one.cancel()
+    await asyncio.gather(one, return_exceptions=True)
+    await backend.reopen()
+    await asyncio.wait_for(other, 5)
+    assert one.cancelled()
+
+
+async def test_the_edges_of_a_prefix(kv: KvStore) -> None:
+    last = chr(0x10FFFF)
+    names = ["a", "a/", "a/1", "a/\uffff", f"a/{last}", f"a/{last}{last}x", "a0", "b", "\ud7ff1", "\ue000", last]
+    for name in names:
+        await put(kv, name)
+    for prefix in ["", "a", "a/", f"a/{last}", f"a/{last}{last}", "\ud7ff", last, f"{last}{last}", "0"]:
+        expected = sorted((each for each in names if each.startswith(prefix)), key=str.encode)
+        assert await keys(kv, prefix) == expected, prefix
+
+
+def test_the_end_of_a_prefix() -> None:
+    last = chr(0x10FFFF)
+    assert prefix_end("a/") == "a0" and prefix_end("a" + last) == "b" and prefix_end("x\ud7ff") == "x\ue000"
+    assert prefix_end("") is None and prefix_end(last) is None
+
+
+async def test_names_that_are_refused(kv: KvStore) -> None:
+    before = await kv.revision()
+    for operations in ([Put("", b"")], [Delete("")], [Put("a", b""), Delete("a")], [Put("a", b"1"), Put("a", b"2")]):
+        with pytest.raises(ValueError, match="a transaction changes a key once"):
+            await kv.txn([], operations)
+    with pytest.raises(ValueError, match="surrogates"):
+        await kv.txn([], [Put("\udc80", b"")])
+    assert await kv.revision() == before
+
+
+async def test_opened_again_everything_is_there(backend: Backend) -> None:
     lease = await backend.kv.lease_grant(10)
+    start = await backend.kv.revision()
     revision = await put(backend.kv, "k", b"v", lease)
-    backend.clock.advance(9)
-    await backend.restart()
+    await backend.reopen()
     assert await backend.kv.revision() == revision
     assert (await backend.kv.range(""))[1] == [KeyValue("k", b"v", revision, revision, lease)]
-    backend.clock.advance(9)
+    assert await changes(backend.kv, "", start, revision) == [Event("k", b"v", revision, lease)]
     await backend.kv.lease_keepalive(lease)
-    backend.clock.advance(10)
-    assert await keys(backend.kv) == []
+    await backend.kv.lease_revoke(lease)
+    assert await keys(backend.kv) == [] and await put(backend.kv, "k") > revision
 
 
-async def test_the_clock_of_another_boot(backend: Backend) -> None:
+async def test_the_incarnation_is_the_first_time_it_was_asked_for(backend: Backend) -> None:
+    assert await ensure_incarnation(backend.kv, 1000) == 1000
+    await backend.reopen()
+    assert await ensure_incarnation(backend.kv, 2000) == 1000
     lease = await backend.kv.lease_grant(10)
-    await put(backend.kv, "k", b"v", lease)
-    backend.clock.set(3)
-    await backend.restart()
-    backend.clock.advance(9)
-    assert await keys(backend.kv) == ["k"]
-    backend.clock.advance(1)
-    assert await keys(backend.kv) == []
+    await backend.kv.lease_keepalive(lease)
 
 
-async def test_revisions_and_leases_go_on_after_a_restart(backend: Backend) -> None:
-    lease = await backend.kv.lease_grant(1)
-    seen = [await put(backend.kv, "k")]
-    for _ in range(3):
-        await backend.restart()
-        seen.append(await put(backend.kv, "k"))
-    assert seen == sorted(set(seen))
-    backend.clock.advance(5)
-    assert await backend.kv.revision() == seen[-1], "the lease had no keys"
-    assert await backend.kv.lease_grant(1) > lease
+async def test_many_ask_for_the_incarnation_at_once(kv: KvStore) -> None:
+    assert len(set(await asyncio.gather(*(ensure_incarnation(kv, now) for now in range(100, 120))))) == 1

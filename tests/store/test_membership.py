@@ -20,14 +20,16 @@ from tensorcast_connector.types import InstanceId, WorkerId
 from tensorcast_connector.wire.messages import (
     GetStatistics,
     Hello,
+    Ok,
+    Statistics,
+    Welcome,
+)
+from tensorcast_connector.wire.store_messages import (
     InstanceRecord,
     KeepAlive,
     LeaseGranted,
-    Ok,
     RegisterInstance,
     RegisterWorker,
-    Statistics,
-    Welcome,
     WorkerRecord,
 )
 from tests.cluster import Cluster, quick

@@ -3,19 +3,23 @@
 import msgspec
 import pytest
 
-from tensorcast_connector.wire.messages import (
+from tensorcast_connector.wire.codec import (
     EngineRequest,
+    PeerRequest,
+    Reply,
+    StoreRequest,
+    encode,
+    failure_decoder,
+    reply_decoder,
+)
+from tensorcast_connector.wire.messages import (
     Hello,
     Lookup,
     LookupResult,
     Message,
-    PeerRequest,
-    Reply,
-    StoreRequest,
+)
+from tensorcast_connector.wire.store_messages import (
     WorkerRecord,
-    encode,
-    failure_decoder,
-    reply_decoder,
 )
 
 

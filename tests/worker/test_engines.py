@@ -167,7 +167,9 @@ async def test_what_a_worker_refuses_its_peers(cluster: Cluster) -> None:
     with pytest.raises(ProtocolError, match="not understood"):
         await peer.call(MapArena(), Ok, T)
     with pytest.raises(ProtocolError, match="a worker does not take Fetch here"):
-        from tensorcast_connector.wire.messages import Fetch
+        from tensorcast_connector.wire.messages import (
+            Fetch,
+        )
 
         await peer.call(Fetch([b"x"]), Ok, T)
     with pytest.raises(Exhausted, match="65537 keys"):

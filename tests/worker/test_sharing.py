@@ -10,7 +10,12 @@ from tensorcast_connector.errors import Unavailable
 from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.testing.network import FakeNetwork
 from tensorcast_connector.types import page_key
-from tensorcast_connector.wire.messages import Announce, Locate, Located, Ok
+from tensorcast_connector.wire.messages import (
+    Announce,
+    Locate,
+    Located,
+    Ok,
+)
 from tensorcast_connector.worker import peers
 from tests.cluster import PAGE, SPACE, Cluster, T, hashes
 from tests.waiting import until

@@ -35,7 +35,9 @@ from tensorcast_connector.engines.vllm.scheduler_side import SchedulerSide
 from tensorcast_connector.engines.vllm.worker_side import WorkerSide, ranks_of
 from tensorcast_connector.errors import ConfigError
 from tensorcast_connector.net.sockets import SocketNetwork
-from tensorcast_connector.wire.messages import AttachInstance
+from tensorcast_connector.wire.messages import (
+    AttachInstance,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,9 @@ from typing import Any, Protocol
 
 from tensorcast_connector.config import SAVE_BACKLOG_BLOCKS_MAX, ConnectorConfig
 from tensorcast_connector.engines.vllm.jobs import LoadJob, SaveJob, StepJobs
-from tensorcast_connector.wire.messages import LookupResult
+from tensorcast_connector.wire.messages import (
+    LookupResult,
+)
 
 logger = logging.getLogger(__name__)
 SKIP_LOAD = "tensorcast.skip_load"

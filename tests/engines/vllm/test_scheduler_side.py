@@ -10,7 +10,9 @@ import pytest
 from tensorcast_connector.config import SAVE_BACKLOG_BLOCKS_MAX, ConnectorConfig
 from tensorcast_connector.engines.vllm.scheduler_side import SKIP_LOAD, SKIP_SAVE, SchedulerSide
 from tensorcast_connector.errors import Unavailable
-from tensorcast_connector.wire.messages import LookupResult
+from tensorcast_connector.wire.messages import (
+    LookupResult,
+)
 
 BLOCK = 16
 

@@ -1,0 +1,152 @@
+"""What one process knows of the cluster: a copy of the store's metadata, kept current by its watch.
+
+cluster/incarnation                 the life of the store's database, the first half of every fencing token
+cluster/shard-count                 into how many shards the pages are cut
+cluster/workers/WORKER              WorkerRecord, under the lease of that worker
+cluster/instances/INSTANCE          InstanceRecord, under the lease of its worker
+cluster/shards/SHARD                ShardRecord, under the lease of its home; its revision is the fencing token's
+cluster/replicas/ARTIFACT/WORKER    ReplicaRecord, under the lease of its worker
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from tensorcast_connector.core.placement import valid_shard_count
+from tensorcast_connector.errors import ProtocolError
+from tensorcast_connector.types import InstanceId, Token, WorkerId
+from tensorcast_connector.wire.store_messages import (
+    Changes,
+    Entry,
+    InstanceRecord,
+    ReplicaRecord,
+    ShardRecord,
+    WorkerRecord,
+)
+
+CLUSTER = "cluster/"
+INCARNATION = "cluster/incarnation"
+SHARD_COUNT = "cluster/shard-count"
+WORKERS = "cluster/workers/"
+INSTANCES = "cluster/instances/"
+SHARDS = "cluster/shards/"
+REPLICAS = "cluster/replicas/"
+
+decode_worker = msgspec.json.Decoder(WorkerRecord).decode
+decode_instance = msgspec.json.Decoder(InstanceRecord).decode
+decode_shard = msgspec.json.Decoder(ShardRecord).decode
+decode_replica = msgspec.json.Decoder(ReplicaRecord).decode
+
+
+def worker_key(worker_id: str) -> str:
+    """Where a worker is listed."""
+    return WORKERS + worker_id
+
+
+def instance_key(instance_id: str) -> str:
+    """Where an engine is listed."""
+    return INSTANCES + instance_id
+
+
+def shard_key(shard: int) -> str:
+    """Where the lease of a shard is."""
+    return f"{SHARDS}{shard}"
+
+
+def replica_key(artifact_id: str, worker_id: str) -> str:
+    """Where a copy of an artifact is listed."""
+    return f"{REPLICAS}{artifact_id}/{worker_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHolder:
+    """Who is the home of a shard, by which lease, under which token."""
+
+    worker_id: WorkerId
+    lease_id: int
+    token: Token
+
+
+class ClusterView:
+    """See the module. Changed only by `apply`."""
+
+    def __init__(self) -> None:
+        self.incarnation = 0
+        self.revision = 0
+        self.shard_count = 0
+        self.workers: dict[WorkerId, WorkerRecord] = {}
+        self.instances: dict[InstanceId, InstanceRecord] = {}
+        self.shards: dict[int, ShardHolder] = {}
+        self.replicas: dict[str, dict[WorkerId, ReplicaRecord]] = {}
+        self._of_key: dict[str, tuple[str, WorkerId]] = {}  # of a replica's key, since ids may hold slashes
+
+    def __repr__(self) -> str:
+        return f"<ClusterView at {self.incarnation}/{self.revision}: {len(self.workers)} workers, {len(self.shards)} shards>"
+
+    def apply(self, changes: Changes) -> None:
+        """Brings the view up to date.
+
+        Raises:
+            ProtocolError: it is of an earlier life of the store than what is known (its clock went back, or an old
+                database was put in place without `tensorcast store restore`), or a record makes no sense.
+        """
+        if changes.incarnation < self.incarnation:
+            raise ProtocolError(
+                f"the store's database is of an earlier life ({changes.incarnation}) than the one known here "
+                f"({self.incarnation}); restore it with `tensorcast store restore`, or restart the workers"
+            )
+        if changes.complete:
+            self.workers.clear()
+            self.instances.clear()
+            self.shards.clear()
+            self.replicas.clear()
+            self._of_key.clear()
+        self.incarnation, self.revision = changes.incarnation, changes.revision
+        for key in changes.deleted:
+            self._forget(key)
+        for entry in changes.entries:
+            try:
+                self._learn(entry)
+            except (msgspec.DecodeError, ValueError) as error:
+                raise ProtocolError(f"{entry.key!r} in the store makes no sense: {error}") from error
+
+    def _learn(self, entry: Entry) -> None:
+        key = entry.key
+        if key.startswith(WORKERS):
+            self.workers[WorkerId(key.removeprefix(WORKERS))] = decode_worker(entry.value)
+        elif key.startswith(INSTANCES):
+            self.instances[InstanceId(key.removeprefix(INSTANCES))] = decode_instance(entry.value)
+        elif key.startswith(SHARDS):
+            record = decode_shard(entry.value)
+            token = Token(self.incarnation, entry.revision)
+            self.shards[int(key.removeprefix(SHARDS))] = ShardHolder(WorkerId(record.worker_id), record.lease_id, token)
+        elif key.startswith(REPLICAS):
+            replica = decode_replica(entry.value)
+            worker_id = WorkerId(replica.worker_id)
+            self.replicas.setdefault(replica.artifact_id, {})[worker_id] = replica
+            self._of_key[key] = replica.artifact_id, worker_id
+        elif key == SHARD_COUNT:
+            count = int(entry.value)
+            if not valid_shard_count(count):
+                raise ValueError(f"{count} shards")
+            self.shard_count = count
+
+    def _forget(self, key: str) -> None:
+        if key.startswith(WORKERS):
+            self.workers.pop(WorkerId(key.removeprefix(WORKERS)), None)
+        elif key.startswith(INSTANCES):
+            self.instances.pop(InstanceId(key.removeprefix(INSTANCES)), None)
+        elif key.startswith(SHARDS):
+            self.shards.pop(int(key.removeprefix(SHARDS)), None)
+        elif key in self._of_key:
+            artifact_id, worker_id = self._of_key.pop(key)
+            copies = self.replicas[artifact_id]
+            del copies[worker_id]
+            if not copies:
+                del self.replicas[artifact_id]
+
+    def check(self) -> None:
+        """Raises AssertionError unless the indexes agree."""
+        assert sum(map(len, self.replicas.values())) == len(self._of_key)
+        assert all(self.replicas.values())
+        assert all(holder.token.revision <= self.revision for holder in self.shards.values())

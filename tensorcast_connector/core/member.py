@@ -1,0 +1,218 @@
+"""A worker's conversation with the store: it registers, renews its lease, lists what it has, competes for shards, watches.
+
+Two requests at most are under way at a time, one for the lease and what hangs on it, and the watch. While the store is away
+the last known members stay valid and everything else goes on.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tensorcast_connector.config import HEARTBEAT_INTERVAL_S, MEMBER_TTL_S, STORE_TIMEOUT_S, WATCH_WAIT_S
+from tensorcast_connector.core.cluster import ClusterView, instance_key, replica_key
+from tensorcast_connector.core.leases import ShardLeases
+from tensorcast_connector.errors import Conflict, NotFound, TensorcastError, Unavailable
+from tensorcast_connector.types import WorkerId
+from tensorcast_connector.wire.messages import Message
+from tensorcast_connector.wire.store_messages import (
+    Changes,
+    ClaimShards,
+    InstanceRecord,
+    KeepAlive,
+    LeaseGranted,
+    PutReplica,
+    RegisterInstance,
+    RegisterWorker,
+    ReleaseShards,
+    RemoveInstance,
+    RemoveReplica,
+    ReplicaRecord,
+    Watch,
+    WorkerRecord,
+)
+
+Listed = InstanceRecord | ReplicaRecord
+
+
+@dataclass(eq=False, slots=True)
+class StoreCall:
+    """A request to send to the store; the answer goes to `Member.answered`, a failure to `Member.failed`."""
+
+    message: Message
+    timeout_s: float
+    sent_at: float  # by this worker's clock, before it is sent
+    about: tuple[Listed, bool] | None = None  # what it lists, and whether that is there
+
+
+class Member:
+    """See the module.
+
+    Args:
+        record: how this worker is listed.
+        view: kept current.
+        leases: told of the lease.
+    """
+
+    def __init__(self, record: WorkerRecord, view: ClusterView, leases: ShardLeases) -> None:
+        self._record = record
+        self._view = view
+        self._leases = leases
+        self._listed: dict[str, Listed] = {}
+        self._untold: dict[str, tuple[Listed, bool]] = {}  # what the store is still to be told, and whether it is here
+        self._lease_call: StoreCall | None = None
+        self._watch_call: StoreCall | None = None
+        self._lease_at = 0.0  # when the lease is renewed, or asked for again
+        self._list_at = 0.0
+        self._watch_at = 0.0
+        self._registered_revision = 0
+        self.store_error: TensorcastError | None = None  # why the store cannot be used, since its last answer
+
+    def __repr__(self) -> str:
+        return f"<Member {self._record.worker_id}, lease {self._leases.lease_id}, {len(self._untold)} to be listed>"
+
+    # --- what is listed under the worker's lease ---
+
+    def add(self, record: Listed) -> None:
+        """Lists an engine of this host or a copy of an artifact, now and whenever the worker registers anew."""
+        key = _key(record)
+        self._listed[key] = record
+        self._untold[key] = record, True
+
+    def remove(self, record: Listed) -> None:
+        """Takes it off the list; one that is not on it is fine."""
+        key = _key(record)
+        if self._listed.pop(key, None) is not None:
+            self._untold[key] = record, False
+
+    def connected(self, now: float) -> None:
+        """A store can be reached (again): nothing that waits for it waits any longer."""
+        self._lease_at = min(self._lease_at, now)
+        self._list_at = min(self._list_at, now)
+        self._watch_at = min(self._watch_at, now)
+
+    # --- what to send ---
+
+    def poll(self, now: float) -> list[StoreCall]:
+        """The requests to send now."""
+        calls = []
+        if self._lease_call is None and (call := self._next(now)) is not None:
+            self._lease_call = call
+            calls.append(call)
+        if self._watch_call is None and self._watch_at <= now:
+            wait_ms = int(WATCH_WAIT_S * 1000) if self._view.incarnation else 0
+            message = Watch(self._view.incarnation, self._view.revision, wait_ms)
+            self._watch_call = StoreCall(message, WATCH_WAIT_S + STORE_TIMEOUT_S, now)
+            calls.append(self._watch_call)
+        return calls
+
+    def wake_at(self) -> float:
+        """When to poll again, if nothing else happens."""
+        times = [self._watch_at] if self._watch_call is None else []
+        if self._lease_call is None:
+            times.append(self._lease_at)
+            if self._leases.lease_id:
+                times.append(self._leases.wake_at())
+                if self._untold:
+                    times.append(self._list_at)
+        return min(times, default=float("inf"))
+
+    def _next(self, now: float) -> StoreCall | None:
+        lease_id = self._leases.lease_id
+        if self._lease_at <= now:
+            message: Message = KeepAlive(lease_id) if lease_id else RegisterWorker(self._record, MEMBER_TTL_S)
+            return StoreCall(message, STORE_TIMEOUT_S, now)
+        if not lease_id:
+            return None
+        if self._untold and self._list_at <= now:
+            record, here = next(iter(self._untold.values()))
+            return StoreCall(_listing(record, here, lease_id), STORE_TIMEOUT_S, now, (record, here))
+        if shards := self._leases.handovers(now):
+            self._leases.given_back(shards, now)
+            return StoreCall(ReleaseShards(lease_id, shards), STORE_TIMEOUT_S, now)
+        if shards := self._leases.claims(now):
+            self._leases.claimed(shards, now)
+            return StoreCall(ClaimShards(self._record.worker_id, lease_id, shards), STORE_TIMEOUT_S, now)
+        return None
+
+    # --- what came back ---
+
+    def answered(self, call: StoreCall, reply: Any, now: float) -> None:
+        """The store's answer to `call`.
+
+        Raises:
+            ProtocolError: the watch's answer makes no sense; see ClusterView.apply. It is asked again later.
+        """
+        self.store_error = None
+        if call is self._watch_call:
+            self._watch_call = None
+            self._watch_at = now + HEARTBEAT_INTERVAL_S  # if it makes no sense
+            self._seen(reply, now)
+            self._watch_at = now
+        elif call is self._lease_call:
+            self._lease_call = None
+            if isinstance(call.message, RegisterWorker):
+                assert isinstance(reply, LeaseGranted)
+                self._registered(reply, call, now)
+            elif isinstance(call.message, KeepAlive):
+                self._leases.renewed(call.message.lease_id, call.sent_at, MEMBER_TTL_S)
+                self._lease_at = call.sent_at + HEARTBEAT_INTERVAL_S
+            elif call.about is not None:
+                self._told(call)
+
+    def _registered(self, reply: LeaseGranted, call: StoreCall, now: float) -> None:
+        self._leases.renewed(reply.lease_id, call.sent_at, MEMBER_TTL_S)
+        self._leases.update(self._view, now)
+        self._registered_revision = reply.revision
+        self._untold = {key: (record, True) for key, record in self._listed.items()}
+        self._lease_at = call.sent_at + HEARTBEAT_INTERVAL_S
+
+    def _told(self, call: StoreCall) -> None:
+        assert call.about is not None
+        key = _key(call.about[0])
+        if self._untold.get(key) == call.about:  # else it has changed meanwhile, and is told again
+            del self._untold[key]
+
+    def _seen(self, reply: Changes, now: float) -> None:
+        self._view.apply(reply)
+        me = WorkerId(self._record.worker_id)
+        if self._leases.lease_id and reply.revision >= self._registered_revision and me not in self._view.workers:
+            self._lost(now)  # whatever the lease's number means to this store, it is not ours
+        self._leases.update(self._view, now)
+
+    def failed(self, call: StoreCall, error: TensorcastError, now: float) -> None:
+        """`call` failed; nothing is known of what it did, unless the error says so."""
+        if isinstance(error, Unavailable):
+            self.store_error = error
+        if call is self._watch_call:
+            self._watch_call = None
+            self._watch_at = now + HEARTBEAT_INTERVAL_S
+        elif call is self._lease_call:
+            self._lease_call = None
+            if isinstance(error, NotFound) and not isinstance(call.message, RegisterWorker):
+                self._lost(now)
+            elif call.about is not None and not isinstance(error, (Unavailable, Conflict)):
+                self._told(call)  # the store will never take it
+            elif isinstance(call.message, RegisterWorker | KeepAlive):
+                self._lease_at = now + HEARTBEAT_INTERVAL_S
+            else:
+                self._list_at = now + HEARTBEAT_INTERVAL_S
+
+    def _lost(self, now: float) -> None:
+        self._leases.lost()
+        self._lease_at = now
+
+    @property
+    def lease_id(self) -> int:
+        """Of the lease everything hangs on; 0 while there is none."""
+        return self._leases.lease_id
+
+
+def _key(record: Listed) -> str:
+    if isinstance(record, InstanceRecord):
+        return instance_key(record.instance_id)
+    return replica_key(record.artifact_id, record.worker_id)
+
+
+def _listing(record: Listed, here: bool, lease_id: int) -> Message:
+    if isinstance(record, InstanceRecord):
+        return RegisterInstance(record, lease_id) if here else RemoveInstance(record.instance_id)
+    return PutReplica(record, lease_id) if here else RemoveReplica(record.artifact_id, record.worker_id)

@@ -1,0 +1,40 @@
+"""Which life of the database this is. A restored backup is another life: its number is higher, its revisions may repeat.
+
+Fencing tokens and watches name the incarnation beside the revision, so that nothing of one life is taken for the other's.
+"""
+
+from tensorcast_connector.errors import ConfigError
+from tensorcast_connector.store.kv import INCARNATION_KEY, RESTORING_KEY, Compare, KvStore, Put
+
+INCARNATION_MAX = 1 << 40  # seconds; beyond every clock, and leaves room for lease ids of each incarnation
+
+
+async def ensure_incarnation(kv: KvStore, now_unix_s: int) -> int:
+    """The incarnation of the database, which is `now_unix_s` (seconds since 1970) if it has none yet. It never decreases.
+
+    Every store process calls it once before it serves.
+
+    Raises:
+        ConfigError: a restore into this database was interrupted, or the key holds no incarnation.
+    """
+    while True:
+        _, found = await kv.range("cluster/")
+        values = {each.key: each.value for each in found}
+        if RESTORING_KEY in values:
+            raise ConfigError("a restore into this database was interrupted; run `tensorcast store restore` again")
+        if INCARNATION_KEY in values:
+            return parse_incarnation(values[INCARNATION_KEY])
+        done = await kv.txn([Compare(INCARNATION_KEY, 0)], [Put(INCARNATION_KEY, str(now_unix_s).encode())])
+        if done.succeeded:
+            return now_unix_s
+
+
+def parse_incarnation(value: bytes) -> int:
+    """The number in the value of INCARNATION_KEY.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if value.isdigit() and len(value) <= 13 and 0 < int(value) < INCARNATION_MAX:
+        return int(value)
+    raise ConfigError(f"the key {INCARNATION_KEY!r} of the database holds {value[:40]!r}, which is no incarnation")
