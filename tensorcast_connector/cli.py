@@ -28,6 +28,7 @@ from tensorcast_connector.config import (
 from tensorcast_connector.errors import ConfigError, TensorcastError
 from tensorcast_connector.net.sockets import SocketNetwork, private_directory
 from tensorcast_connector.store.client import read_cluster
+from tensorcast_connector.store.incarnation import ensure_incarnation
 from tensorcast_connector.store.server import serve_store
 from tensorcast_connector.store.sqlite_kv import SqliteKv
 from tensorcast_connector.worker.server import start_worker
@@ -44,6 +45,7 @@ async def _start_store(stack: AsyncExitStack, config: StoreConfig) -> str:
     listen = parse_address(config.listen, "listen")
     kv = SqliteKv(Path(config.data_dir) / "store.db", boottime_s)
     stack.push_async_callback(kv.close)
+    await ensure_incarnation(kv, int(time.time()))
     listener = await serve_store(SocketNetwork(), listen, kv, config.data_dir)
     stack.push_async_callback(listener.close)
     logger.info("store serves at %s, database in %s", listener.address, config.data_dir)

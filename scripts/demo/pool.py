@@ -22,15 +22,18 @@ class Started:
         return self.addresses[name]
 
 
-def store(supervisor: Supervisor, name: str = "store") -> Started:
-    """Start a store with its data in the run's folder: `["store"]` is its address."""
-    data = supervisor.folder / name
-    return _start(supervisor, name, ["tensorcast", "store", "--listen", "127.0.0.1:0", "--data", str(data)])
+def store(
+    supervisor: Supervisor, name: str = "store", address: str = "127.0.0.1:0", options: Sequence[str] = ()
+) -> Started:
+    """Start a store with its data in the run's folder, or where `options` say: `["store"]` is its address."""
+    where = options or ["--data", str(supervisor.folder / name)]
+    return _start(supervisor, name, ["tensorcast", "store", "--listen", address, *where])
 
 
 def worker(
-    supervisor: Supervisor, store_address: str, name: str = "worker", arena: str = "1GiB", socket: str = ""
-) -> Started:
+    supervisor: Supervisor, store_address: str, name: str = "worker", arena: str = "1GiB", socket: str = "",
+    listen: str = "127.0.0.1:0", prefix: Sequence[str] = (),
+) -> Started:  # fmt: skip
     """Start a worker: `["worker"]` is what an engine attaches to, `["peer"]` what other workers ask.
 
     Args:
@@ -40,13 +43,15 @@ def worker(
         arena: its size.
         socket: `unix:PATH` of its socket, to stand in for a worker that died; else in a folder of its own, since a path
             of more than 107 bytes cannot be a Unix socket.
+        listen: where other workers reach it.
+        prefix: a command that runs it, for example in another network namespace.
     """
     if not socket:
         folder = Path(tempfile.mkdtemp(prefix="tensorcast-"))
         supervisor.cleanup(folder)
         socket = f"unix:{folder}/worker.sock"
-    command = ["tensorcast", "worker", "--store", store_address, "--name", name, "--listen", "127.0.0.1:0"]
-    return _start(supervisor, name, [*command, "--socket", socket.removeprefix("unix:"), "--arena", arena])
+    command = ["tensorcast", "worker", "--store", store_address, "--name", name, "--listen", listen]
+    return _start(supervisor, name, [*command, "--socket", socket.removeprefix("unix:"), "--arena", arena], prefix)
 
 
 def up(supervisor: Supervisor, name: str = "up", arena: str = "1GiB") -> Started:
@@ -74,10 +79,10 @@ def connector(worker_address: str) -> dict[str, Any]:
     }
 
 
-def _start(supervisor: Supervisor, name: str, command: list[str]) -> Started:
+def _start(supervisor: Supervisor, name: str, command: list[str], prefix: Sequence[str] = ()) -> Started:
     ready = supervisor.folder / f"{name}.ready.json"
     ready.unlink(missing_ok=True)
-    line = [program(command[0]), *command[1:], "--ready-file", str(ready)]
+    line = [*prefix, program(command[0]), *command[1:], "--ready-file", str(ready)]
     running = supervisor.start(name, line)
     running.wait(ready_file(ready), START_TIMEOUT_S)
     return Started(running, {key: str(value) for key, value in read_ready(ready).items()})

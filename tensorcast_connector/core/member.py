@@ -43,6 +43,11 @@ class StoreCall:
     about: tuple[Listed, bool] | None = None  # what it lists, and whether that is there
 
 
+def refused(call: StoreCall, error: TensorcastError) -> bool:
+    """Whether the store will never take what `call` lists."""
+    return call.about is not None and not isinstance(error, (Unavailable, Conflict, NotFound))
+
+
 class Member:
     """See the module.
 
@@ -58,16 +63,23 @@ class Member:
         self._leases = leases
         self._listed: dict[str, Listed] = {}
         self._untold: dict[str, tuple[Listed, bool]] = {}  # what the store is still to be told, and whether it is here
+        self._polled_at = 0.0
         self._lease_call: StoreCall | None = None
         self._watch_call: StoreCall | None = None
         self._lease_at = 0.0  # when the lease is renewed, or asked for again
         self._list_at = 0.0
         self._watch_at = 0.0
         self._registered_revision = 0
-        self.store_error: TensorcastError | None = None  # why the store cannot be used, since its last answer
+        self._lease_error: TensorcastError | None = None
+        self._watch_error: TensorcastError | None = None
 
     def __repr__(self) -> str:
         return f"<Member {self._record.worker_id}, lease {self._leases.lease_id}, {len(self._untold)} to be listed>"
+
+    @property
+    def store_error(self) -> TensorcastError | None:
+        """Why the store cannot be used, since its last good answer of that kind."""
+        return self._lease_error or self._watch_error
 
     # --- what is listed under the worker's lease ---
 
@@ -93,6 +105,7 @@ class Member:
 
     def poll(self, now: float) -> list[StoreCall]:
         """The requests to send now."""
+        self._polled_at = now
         calls = []
         if self._lease_call is None and (call := self._next(now)) is not None:
             self._lease_call = call
@@ -110,7 +123,7 @@ class Member:
         if self._lease_call is None:
             times.append(self._lease_at)
             if self._leases.lease_id:
-                times.append(self._leases.wake_at())
+                times.append(self._leases.wake_at(self._polled_at))
                 if self._untold:
                     times.append(self._list_at)
         return min(times, default=float("inf"))
@@ -139,22 +152,25 @@ class Member:
         """The store's answer to `call`.
 
         Raises:
-            ProtocolError: the watch's answer makes no sense; see ClusterView.apply. It is asked again later.
+            ProtocolError: the watch's answer makes no sense; see ClusterView.apply. It goes on a little later.
         """
-        self.store_error = None
         if call is self._watch_call:
             self._watch_call = None
-            self._watch_at = now + HEARTBEAT_INTERVAL_S  # if it makes no sense
-            self._seen(reply, now)
-            self._watch_at = now
+            try:
+                self._seen(reply, now)
+            except TensorcastError as error:
+                self._watch_at, self._watch_error = now + HEARTBEAT_INTERVAL_S, error
+                raise
+            self._watch_at, self._watch_error = now, None
         elif call is self._lease_call:
-            self._lease_call = None
+            self._lease_call = self._lease_error = None
             if isinstance(call.message, RegisterWorker):
                 assert isinstance(reply, LeaseGranted)
                 self._registered(reply, call, now)
             elif isinstance(call.message, KeepAlive):
-                self._leases.renewed(call.message.lease_id, call.sent_at, MEMBER_TTL_S)
-                self._lease_at = call.sent_at + HEARTBEAT_INTERVAL_S
+                if call.message.lease_id == self._leases.lease_id:  # else it was found lost meanwhile
+                    self._leases.renewed(call.message.lease_id, call.sent_at, MEMBER_TTL_S)
+                    self._lease_at = call.sent_at + HEARTBEAT_INTERVAL_S
             elif call.about is not None:
                 self._told(call)
 
@@ -172,25 +188,31 @@ class Member:
             del self._untold[key]
 
     def _seen(self, reply: Changes, now: float) -> None:
-        self._view.apply(reply)
-        me = WorkerId(self._record.worker_id)
-        if self._leases.lease_id and reply.revision >= self._registered_revision and me not in self._view.workers:
-            self._lost(now)  # whatever the lease's number means to this store, it is not ours
-        self._leases.update(self._view, now)
+        try:
+            self._view.apply(reply)
+        finally:  # what made sense of it counts
+            me = WorkerId(self._record.worker_id)
+            if (
+                self._leases.lease_id
+                and self._view.revision >= self._registered_revision
+                and me not in self._view.workers
+            ):
+                self._lost(now)  # whatever the lease's number means to this store, it is not ours
+            self._leases.update(self._view, now)
 
     def failed(self, call: StoreCall, error: TensorcastError, now: float) -> None:
         """`call` failed; nothing is known of what it did, unless the error says so."""
-        if isinstance(error, Unavailable):
-            self.store_error = error
         if call is self._watch_call:
             self._watch_call = None
-            self._watch_at = now + HEARTBEAT_INTERVAL_S
+            self._watch_at, self._watch_error = now + HEARTBEAT_INTERVAL_S, error
         elif call is self._lease_call:
             self._lease_call = None
+            if isinstance(error, Unavailable) or isinstance(call.message, RegisterWorker):
+                self._lease_error = error
             if isinstance(error, NotFound) and not isinstance(call.message, RegisterWorker):
                 self._lost(now)
-            elif call.about is not None and not isinstance(error, (Unavailable, Conflict)):
-                self._told(call)  # the store will never take it
+            elif refused(call, error):
+                self._told(call)
             elif isinstance(call.message, RegisterWorker | KeepAlive):
                 self._lease_at = now + HEARTBEAT_INTERVAL_S
             else:

@@ -13,7 +13,7 @@ from tensorcast_connector.config import NAME_CHARS_MAX, SHARDS, WATCH_WAIT_S, pa
 from tensorcast_connector.core import cluster
 from tensorcast_connector.core.cluster import CLUSTER, INCARNATION, SHARD_COUNT
 from tensorcast_connector.core.placement import valid_shard_count
-from tensorcast_connector.errors import Compacted, ConfigError, Conflict, NotFound, ProtocolError
+from tensorcast_connector.errors import Compacted, ConfigError, Conflict, NotFound, ProtocolError, Unavailable
 from tensorcast_connector.net.rpc import serve_stream
 from tensorcast_connector.net.transport import Listener, Network, Stream
 from tensorcast_connector.store.kv import Compare, Delete, Event, KeyValue, KvStore, Put
@@ -238,7 +238,10 @@ _DECODERS = {cluster.WORKERS: cluster.decode_worker, cluster.INSTANCES: cluster.
 
 
 def _incarnation(found: Sequence[KeyValue]) -> int:
-    return next(int(each.value) for each in found if each.key == INCARNATION)
+    for each in found:
+        if each.key == INCARNATION:
+            return int(each.value)
+    raise Unavailable(f"the store's database has lost its key {INCARNATION!r}; restart the store")
 
 
 def _decoded(found: Sequence[KeyValue], prefix: str) -> list[Any]:

@@ -20,8 +20,8 @@ from tensorcast_connector.config import (
     parse_address,
 )
 from tensorcast_connector.core.lookup import Ask
-from tensorcast_connector.core.member import Listed, StoreCall
-from tensorcast_connector.core.metadata import Call, Metadata, PeerCall
+from tensorcast_connector.core.member import Listed, StoreCall, refused
+from tensorcast_connector.core.metadata import ANSWERS, Call, Metadata, PeerCall
 from tensorcast_connector.core.placement import choose_source
 from tensorcast_connector.errors import ConfigError, TensorcastError, Unavailable
 from tensorcast_connector.net.bulk import BulkClient
@@ -60,6 +60,7 @@ class Peers:
         self._pumping: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._fetches = itertools.count()
+        self._unreachable: set[WorkerId] = set()  # members whose address is none; the log has been told
         self._told = (0, frozenset[int](), True)  # what the log has been told: lease, shards held, store there
         self.metadata = Metadata(me, pages)
 
@@ -99,10 +100,15 @@ class Peers:
         while True:
             self._wake.clear()
             now = self.now()
-            for call in self.metadata.poll(now):
-                self._send(call)
-            self._tell()
-            wait_s = min(max(self.metadata.wake_at() - now, 0.0), PUMP_INTERVAL_MAX_S)
+            wait_s = PUMP_INTERVAL_MAX_S
+            try:
+                for call in self.metadata.poll(now):
+                    self._send(call)
+                self._tell()
+                wait_s = min(max(self.metadata.wake_at() - now, 0.0), PUMP_INTERVAL_MAX_S)
+            except Exception:  # a fault of our own must not end this worker's membership without a word
+                logger.exception("the metadata plane failed; going on")
+                self._wake.clear()
             try:
                 async with asyncio.timeout(wait_s):
                     await self._wake.wait()
@@ -131,11 +137,14 @@ class Peers:
         try:
             if client is None:
                 raise Unavailable("it has left")
-            reply = await client.call(call.message, Message, call.timeout_s)
+            reply = await client.call(call.message, ANSWERS.get(type(call.message), Ok), call.timeout_s)
         except TensorcastError as error:
             logger.debug("%s failed: %s", type(call.message).__name__, error)
-            if client is self._store and isinstance(error, Unavailable):
-                self._store.try_another(error)
+            if isinstance(call, StoreCall):
+                if isinstance(error, Unavailable):
+                    self._store.try_another(error)
+                if refused(call, error) and call.about is not None:
+                    logger.warning("%s is not listed: %s", call.about[0], error)
             self.metadata.failed(call, error, self.now())
             self.wake()
         else:
@@ -145,7 +154,7 @@ class Peers:
         try:
             self.metadata.answered(call, reply, self.now())
         except TensorcastError as error:
-            logger.warning("%s", error)
+            logger.debug("%s", error)  # which member.store_error says as well
         if isinstance(call, StoreCall):
             self._meet()
         self.wake()
@@ -191,16 +200,18 @@ class Peers:
     def _meet(self) -> None:
         """Connects to who is new, forgets who left."""
         workers = self.metadata.view.workers
+        self._unreachable &= set(workers)
         for gone in set(self._clients) - set(workers):
             self._disconnect(gone)
         for worker_id, record in workers.items():
-            if worker_id != self._id and worker_id not in self._clients:
+            if worker_id != self._id and worker_id not in self._clients and worker_id not in self._unreachable:
                 self._connect(worker_id, record)
 
     def _connect(self, worker_id: WorkerId, record: WorkerRecord) -> None:
         try:
             address = parse_address(record.address, f"address of worker {worker_id}")
         except ConfigError as error:
+            self._unreachable.add(worker_id)
             logger.warning("a member that cannot be reached: %s", error)
             return
         client = RpcClient(self._network, address, "worker", self._id, self._chance, on_connected=self._connected)
@@ -254,21 +265,28 @@ class Peers:
     async def fetch(self, keys: Sequence[bytes], source: WorkerId) -> None:
         """See Elsewhere. Requests are small, so that the first pages are usable early and two connections share the work."""
         bulk = self._bulk.get(source)
-        if bulk is None:
-            return
+        if bulk is None or not self._clients[source].connected:
+            return  # it left, or does not answer, since it was located
         parts = [
             keys[start : start + FETCH_PAGES_PER_REQUEST] for start in range(0, len(keys), FETCH_PAGES_PER_REQUEST)
         ]
         results = await asyncio.gather(*(self._fetch_part(part, bulk) for part in parts), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, TensorcastError):
-                raise result
+        gone = 0
+        for part, result in zip(parts, results, strict=True):
             if isinstance(result, TensorcastError):
                 logger.info("fetching from %s: %s", source, result)
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                gone += len(part) - result
+        if gone:
+            logger.info("%s was said to hold %d pages that it does not have (of %d asked)", source, gone, len(keys))
 
-    async def _fetch_part(self, keys: Sequence[bytes], bulk: BulkClient) -> None:
+    async def _fetch_part(self, keys: Sequence[bytes], bulk: BulkClient) -> int:
+        """How many of the pages the other side had."""
         owner = f"fetch/{next(self._fetches)}"
         memory: memoryview | None = None
+        arrived = 0
 
         def target(index: int, length: int) -> memoryview:
             nonlocal memory
@@ -277,11 +295,14 @@ class Peers:
             return memoryview(bytearray(length)) if memory is None else memory
 
         def done(index: int, digest: int) -> None:
+            nonlocal arrived
+            arrived += 1
             if memory is not None:
                 self._pages.received(owner, keys[index], memory, digest)
 
         try:
             await bulk.fetch(keys, target, done)
+            return arrived
         finally:
             self._pages.give_up(owner)
 
@@ -295,4 +316,4 @@ class Peers:
 
     def statistics(self) -> dict[str, int | str]:
         """Counts for people and metrics."""
-        return self.metadata.statistics()
+        return {**self.metadata.statistics(), "store_connected": int(self.metadata.member.store_error is None)}

@@ -46,14 +46,14 @@ def statistics(worker: Started) -> dict[str, Any]:
 
 
 def wait_saved(workers: Sequence[Started], before: int, pages: int) -> None:
-    """Until `pages` more than `before` are known to the home of page locations."""
-    until(lambda: located(workers) >= before + pages, f"{pages} pages announced")
+    """Until `pages` more than `before` are known to the shard homes."""
+    until(lambda: located(workers) >= before + pages, f"{pages} pages reported")
 
 
 def located(workers: Sequence[Started]) -> int:
     """Pages whose location is known."""
     try:
-        return max(int(statistics(worker)["catalog_pages"]) for worker in workers)
+        return sum(int(statistics(worker)["catalog_pages"]) for worker in workers)
     except TensorcastError:
         return -1
 
