@@ -137,9 +137,13 @@ def cpus_of(index: int, engines: int) -> str:
     return ",".join(str(cpu) for cpu in available[first : first + share])
 
 
-def start(supervisor: Supervisor, name: str, options: EngineOptions) -> Engine:
-    """Start an engine; use `wait` before asking it anything, and start several before waiting for the first."""
-    port = supervisor.port()
+def start(supervisor: Supervisor, name: str, options: EngineOptions, port: int | None = None) -> Engine:
+    """Start an engine; use `wait` before asking it anything, and start several before waiting for the first.
+
+    Args:
+        port: that of an engine that was stopped, to stand in for it; any free one unless given.
+    """
+    port = port or supervisor.port()
     # vLLM leaves its sockets behind in the temporary folder; this one goes with the run.
     temporary = Path(tempfile.mkdtemp(prefix="vllm-"))
     supervisor.cleanup(temporary)

@@ -61,9 +61,9 @@ def up(supervisor: Supervisor, name: str = "up", arena: str = "1GiB") -> Started
     return _start(supervisor, name, ["tensorcast", "up", "--dir", str(folder), "--arena", arena])
 
 
-def router(supervisor: Supervisor, engines: Sequence[str], policy: str, name: str = "router") -> Started:
+def router(supervisor: Supervisor, engines: Sequence[str], policy: str, name: str = "router", port: int = 0) -> Started:
     """Start a router in front of these engines: `["url"]` is its address."""
-    command = ["smetric-router", "serve", "--host", "127.0.0.1", "--port", "0", "--policy", policy]
+    command = ["smetric-router", "serve", "--host", "127.0.0.1", "--port", str(port), "--policy", policy]
     for url in engines:
         command += ["--engine", url]
     return _start(supervisor, name, command)

@@ -26,6 +26,8 @@ from smetric_router.state.usage import UsageScan
 from smetric_router.types import RequestInfo, Ticket, Usage
 
 CLIENT_GONE_STATUS = 499
+# What vLLM's web server says once its engine process has ended, also while it is being stopped.
+ENGINE_DEAD = b"EngineCore encountered an issue"
 _RETRIED_STATUSES = (502, 503)
 
 
@@ -156,6 +158,8 @@ class Proxy:
                 if self._may_retry(exchange):
                     return False
             chunk = await self._next_chunk(exchange, answer)
+            if answer.status == 500 and ENGINE_DEAD in chunk:
+                raise UpstreamDisconnected(f"{instance} answers that its engine has died")
             exchange.ttft_s = self._clock() - exchange.begun
             self._metrics.first_byte(instance, exchange.ttft_s)
             computed = answer.status < 400

@@ -61,7 +61,14 @@ async def test_a_client_that_goes_away_while_sending(engines, route):
     assert len(engine.requests) == 1
 
 
-@pytest.mark.parametrize("behaviour", [status(502), status(503), drop])
+async def engine_dead(_request: web.Request) -> web.StreamResponse:
+    """vLLM's web server while its engine process is gone, as recorded from version 0.32."""
+    message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+    error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
+    return web.json_response({"error": error}, status=500)
+
+
+@pytest.mark.parametrize("behaviour", [status(502), status(503), drop, engine_dead])
 async def test_one_retry_elsewhere(engines, route, behaviour):
     one, other = await engines(2)
     router = await route(one, other)
@@ -106,6 +113,15 @@ async def test_retries_end(engines, route):
     assert answer.status == 502
     assert answer.json()["error"]["code"] == "upstream_disconnected"
     assert sum(len(engine.requests) for engine in three) == 4
+
+
+async def test_an_error_of_the_engine_itself_is_passed_on(engines, route):
+    one, other = await engines(2)
+    router = await route(one, other)
+    one.behaviour = other.behaviour = status(500)
+    answer = await router.chat("x")
+    assert answer.status == 500
+    assert len(one.requests) + len(other.requests) == 1
 
 
 async def test_never_twice_on_one_instance(engines, route):
