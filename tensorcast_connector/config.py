@@ -41,6 +41,18 @@ FETCH_TIMEOUT_S = 10.0
 FIND_TIMEOUT_S = 0.25
 SOURCE_HINTS_MAX = 200_000
 
+# --- signals, metrics, stories ----------------------------------------------------------------------------------------
+SIGNALS_INTERVAL_S = 1.0  # how often a worker measures itself
+SIGNALS_TIMEOUT_S = 2.0  # how long `tensorcast status` waits for each worker, all at once
+PEER_UNREACHABLE_AFTER_S = 1.0  # a member that is not connected for so long is told in the log
+LATENCY_BUCKETS_S = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
+)  # fmt: skip
+STORY_EVENTS_MAX = 20_000  # about 200 bytes each
+STORY_KEYS_MAX = 400_000  # that all kept events name together; at most 100 bytes each, and mostly shared
+STORY_LINES_MAX = 1000  # in one answer
+STORY_PREFIX_DIGITS_MIN = 4  # of a block hash; shorter words are names
+
 # --- shard homes ------------------------------------------------------------------------------------------------------
 SHARDS = 64  # a power of two up to 256: a page's shard is taken from one byte of its block hash
 SHARDS_MAX = 256
@@ -51,6 +63,7 @@ HANDOVER_AFTER_S = 10.0  # a better placed worker has been here for so long: it 
 HANDOVER_SHARDS_MAX = 8  # at a time: while a shard changes hands its pages are missed
 CLOCK_DRIFT_MAX = 0.01  # seconds per second between any clock and true time
 REPORT_KEYS_PER_MESSAGE = 4096
+REPORT_BACKLOG_KEYS_MAX = 65_536  # that one home has not been told; beyond this it is told the whole inventory instead
 REPORT_INTERVAL_S = 1.0  # when nothing changes
 REPORT_RETRY_S = 0.1
 ASK_INVENTORY_INTERVAL_S = 1.0
@@ -121,10 +134,41 @@ def parse_address(text: str, name: str) -> Address:
     return Address("tcp", host=host, port=int(port))
 
 
+def parse_metrics(text: str) -> Address | None:
+    """Where metrics are served, from "host:port"; None for "".
+
+    Raises:
+        ConfigError: not a TCP address.
+    """
+    if not text:
+        return None
+    address = parse_address(text, "metrics")
+    if address.scheme != "tcp":
+        raise ConfigError(f"metrics={text!r}: Prometheus reads from HOST:PORT")
+    return address
+
+
+def parse_endpoints(text: str, name: str) -> list[Address]:
+    """The addresses in "host:port,host:port".
+
+    Raises:
+        ConfigError: naming `name` and the value.
+    """
+    found = [parse_address(each.strip(), name) for each in text.split(",")]
+    if not all(each.port and "/" not in each.host for each in found) or len(set(found)) < len(found):
+        raise ConfigError(f"{name}={text!r} should be host:port of different servers, with commas and without http://")
+    return found
+
+
 def default_runtime_dir() -> Path:
     """Where sockets and the embedded store live unless told: private to the user."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return Path(base) / "tensorcast" if base else Path(tempfile.gettempdir()) / f"tensorcast-{os.getuid()}"
+
+
+def default_store_dir() -> str:
+    """Where `tensorcast store` keeps its database unless told."""
+    return str(default_runtime_dir() / "store")
 
 
 def default_cache_dir() -> Path:
@@ -146,7 +190,23 @@ class StoreConfig:
     """`tensorcast store`: where it listens and keeps its database."""
 
     listen: str = "127.0.0.1:7700"
-    data_dir: str = field(default_factory=lambda: str(default_runtime_dir() / "store"))
+    data_dir: str = field(default_factory=default_store_dir)
+    metrics: str = ""  # HOST:PORT for Prometheus, see docs/metrics.md; none unless told
+    etcd: str = ""  # HOST:PORT of one member, or several with commas: the database is this etcd, and not a folder
+    etcd_prefix: str = "tensorcast/"  # of every key there; several clusters can share an etcd
+
+    def __post_init__(self) -> None:
+        if not self.etcd:
+            return
+        parse_endpoints(self.etcd, "etcd")
+        if self.data_dir != default_store_dir():
+            raise ConfigError(
+                f"data={self.data_dir!r} and etcd={self.etcd!r}: a store has one database, give one of them"
+            )
+        if not self.etcd_prefix.isprintable() or not re.fullmatch("[^/].*/", self.etcd_prefix):
+            raise ConfigError(
+                f"etcd_prefix={self.etcd_prefix!r} should be a name with a slash behind it, like tensorcast/"
+            )
 
 
 ROLES = ("basic", "gateway", "shard-home")
@@ -176,6 +236,7 @@ class WorkerConfig:
     socket: str = ""  # for engines on this host; <runtime dir>/<name>.sock unless told
     arena_bytes: int = 1 << 30
     roles: str = ",".join(ROLES)
+    metrics: str = ""  # HOST:PORT for Prometheus, see docs/metrics.md; none unless told
 
     def __post_init__(self) -> None:
         if self.arena_bytes < ARENA_BYTES_MIN:

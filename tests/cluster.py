@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,16 +10,17 @@ import pytest
 import xxhash
 
 from tensorcast_connector.config import MEMBER_TTL_S, WorkerConfig
-from tensorcast_connector.core.placement import home_of_pages
+from tensorcast_connector.core import leases, member, metadata, reports
+from tensorcast_connector.core.metadata import Metadata
+from tensorcast_connector.core.placement import shard_of, shard_ranking
 from tensorcast_connector.net import rpc_client
 from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.net.transport import Listener, Network
-from tensorcast_connector.store import client as store_client
-from tensorcast_connector.store.client import Membership
+from tensorcast_connector.store.incarnation import ensure_incarnation
 from tensorcast_connector.store.server import serve_store
 from tensorcast_connector.store.sqlite_kv import SqliteKv
 from tensorcast_connector.testing.clock import SettableClock
-from tensorcast_connector.types import Address
+from tensorcast_connector.types import Address, page_key
 from tensorcast_connector.wire.messages import (
     Acquire,
     Acquired,
@@ -34,13 +36,13 @@ from tensorcast_connector.wire.store_messages import (
     ListMembers,
     Members,
 )
-from tensorcast_connector.worker import peers
 from tensorcast_connector.worker.server import Worker, start_worker
 from tests.waiting import until
 
 T = 5.0
 SPACE = b"k" * 16
 PAGE = 5000
+SHARDS = 8
 
 
 def hashes(count: int, start: int = 0) -> list[bytes]:
@@ -56,12 +58,30 @@ def content(block_hash: bytes, size: int = PAGE) -> bytes:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Intervals of milliseconds: the tests wait for what happens then, not for the time."""
-    monkeypatch.setattr(store_client, "HEARTBEAT_INTERVAL_S", 0.005)
-    monkeypatch.setattr(rpc_client, "RECONNECT_DELAY_MIN_S", 0.002)
-    monkeypatch.setattr(rpc_client, "RECONNECT_DELAY_MAX_S", 0.01)
-    monkeypatch.setattr(peers, "ANNOUNCE_INTERVAL_S", 0.02)
-    monkeypatch.setattr(peers, "ANNOUNCE_RETRY_S", 0.002)
+    intervals_s = {
+        (rpc_client, "RECONNECT_DELAY_MIN_S"): 0.002,
+        (rpc_client, "RECONNECT_DELAY_MAX_S"): 0.01,
+        (member, "HEARTBEAT_INTERVAL_S"): 0.01,
+        (leases, "CLAIM_STAGGER_S"): 0.1,  # the best home is always there to claim, if slowly
+        (leases, "CLAIM_RETRY_S"): 0.01,
+        (leases, "HANDOVER_AFTER_S"): 0.01,
+        (reports, "REPORT_INTERVAL_S"): 0.02,
+        (reports, "REPORT_RETRY_S"): 0.002,
+        (metadata, "ASK_INVENTORY_INTERVAL_S"): 0.02,
+    }
+    for (module, name), interval_s in intervals_s.items():
+        monkeypatch.setattr(module, name, interval_s)
     yield
+
+
+def plane(worker: Worker) -> Metadata:
+    """The metadata plane of a worker."""
+    return worker.peers.metadata
+
+
+def is_home(worker: Worker) -> bool:
+    """Whether it can be the home of shards."""
+    return leases.SHARD_HOME in plane(worker).member._record.roles
 
 
 class Engine:
@@ -113,42 +133,76 @@ class Engine:
 
 
 class Cluster:
-    """Starts and stops everything; `close` asserts the invariants of all that still runs."""
+    """Starts and stops everything; `close` asserts the invariants of all that still runs.
 
-    def __init__(self, network: Network, folder: Path, seed: int = 0) -> None:
+    Leases at the store run out when a test moves `clock`. The workers' own clock runs, and a test can move it ahead.
+    """
+
+    def __init__(self, network: Network, folder: Path, seed: int = 0, shards: int = SHARDS) -> None:
         self.network = network
         self.folder = folder
+        self.shards = shards
         self.chance = random.Random(seed)
         self.clock = SettableClock(1000)
+        self.ahead_s = 0.0
+        self.life = 5  # of a store that is started with an empty database
         self.store_address = Address("tcp", host="127.0.0.1", port=0)
         self.kv: SqliteKv | None = None
         self.workers: list[Worker] = []
-        self._listener: Listener | None = None
+        self._stores: list[Listener] = []
         self._engines: list[RpcClient] = []
 
+    def now(self) -> float:
+        """The workers' clock."""
+        return time.monotonic() + self.ahead_s
+
     async def start_store(self) -> None:
+        """With its database as it was left."""
         self.kv = SqliteKv(self.folder / "store" / "store.db", self.clock)
-        self._listener = await serve_store(self.network, self.store_address, self.kv, "store")
-        self.store_address = self._listener.address
+        await ensure_incarnation(self.kv, self.life)
+        self.store_address = await self.another_store(self.store_address)
+
+    async def another_store(self, address: Address | None = None) -> Address:
+        """One more store process on the same database; its address."""
+        assert self.kv is not None
+        address = address or Address("tcp", host="127.0.0.1", port=0)
+        listener = await serve_store(self.network, address, self.kv, "store", self.shards)
+        self._stores.append(listener)
+        return listener.address
+
+    async def stop_one_store(self, address: Address) -> None:
+        """The others on its database go on."""
+        [listener] = [each for each in self._stores if each.address == address]
+        self._stores.remove(listener)
+        await listener.close()
 
     async def stop_store(self) -> None:
-        if self._listener is not None and self.kv is not None:
-            await self._listener.close()
+        """All of it."""
+        for listener in list(self._stores):
+            await self.stop_one_store(listener.address)
+        if self.kv is not None:
             await self.kv.close()
-            self._listener = self.kv = None
+            self.kv = None
 
-    async def lose_store(self, *memberships: Membership) -> None:
-        """Stops it, and waits until these have noticed, which takes them less long than it would."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(store_client, "STORE_TIMEOUT_S", 0.05)
-            await self.stop_store()
-            await until(lambda: all(each._store_lost for each in memberships))
+    async def lose_store(self) -> None:
+        """Stops it, and waits until all workers have noticed."""
+        await self.stop_store()
+        await until(lambda: all(plane(worker).member.store_error for worker in self.workers))
 
-    async def worker(self, name: str, arena_bytes: int = 4 << 20) -> Worker:
+    async def found_store(self) -> None:
+        """Starts it, and waits until all workers have noticed."""
+        await self.start_store()
+        await until(lambda: not any(plane(worker).member.store_error for worker in self.workers))
+
+    async def worker(
+        self, name: str, arena_bytes: int = 4 << 20, roles: str = "basic,shard-home", stores: Sequence[Address] = ()
+    ) -> Worker:
+        """A worker; `stores` are those it knows, the one there is unless told."""
         config = WorkerConfig(
-            str(self.store_address), name, "127.0.0.1:0", "", str(self.folder / f"{name}.sock"), arena_bytes
-        )
-        worker = await start_worker(config, self.network, self.chance)
+            store=",".join(map(str, stores or [self.store_address])), name=name, listen="127.0.0.1:0",
+            socket=str(self.folder / f"{name}.sock"), arena_bytes=arena_bytes, roles=roles,
+        )  # fmt: skip
+        worker = await start_worker(config, self.network, self.chance, self.now)
         self.workers.append(worker)
         return worker
 
@@ -166,34 +220,68 @@ class Cluster:
         await client.wait_connected(T)
         return Engine(worker, client)
 
-    @property
-    def home(self) -> Worker:
-        ranked = home_of_pages(worker.worker_id for worker in self.workers)
-        return next(worker for worker in self.workers if worker.worker_id == ranked)
+    # --- who is the home of what ---
 
-    def others(self) -> list[Worker]:
-        return [worker for worker in self.workers if worker is not self.home]
+    def home(self, block_hash: bytes) -> Worker:
+        """Of the shard of this page, when all is settled: the worker that ranks first for it."""
+        return self.at(shard_of(block_hash, self.shards))
+
+    def at(self, shard: int) -> Worker:
+        """The worker that ranks first for this shard."""
+        best = shard_ranking(shard, [worker.worker_id for worker in self.workers if is_home(worker)])[0]
+        return next(worker for worker in self.workers if worker.worker_id == best)
+
+    def listed(self, block_hash: bytes) -> set[str]:
+        """The workers that hold this page according to its home."""
+        key = page_key(SPACE, block_hash)
+        holders, _ = plane(self.home(block_hash)).catalog.locate([key])
+        return set(holders[-1])
 
     async def settled(self) -> None:
-        """Every worker knows exactly these workers, is connected to them, and has announced itself to the home."""
+        """All workers agree on who is there and who is the home of what, are connected, and have reported everything.
+
+        And nothing is about to change: every shard is where it belongs.
+        """
+        try:
+            await until(lambda: not self._unsettled())
+        except TimeoutError:
+            raise AssertionError(f"not settled: {self._unsettled()}") from None
+
+    def _unsettled(self) -> str:
         ids = {worker.worker_id for worker in self.workers}
+        homes = {shard: self.at(shard) for shard in range(self.shards)} if any(map(is_home, self.workers)) else {}
+        best = {shard: home.worker_id for shard, home in homes.items()}
+        for worker in self.workers:
+            mine, view = plane(worker), plane(worker).view
+            if set(view.workers) != ids or worker.peers.members != ids:
+                return f"{worker.worker_id} knows {sorted(view.workers)}"
+            if not all(client.connected for client in worker.peers._clients.values()):
+                return f"{worker.worker_id} is not connected to everybody"
+            if (known := {shard: holder.worker_id for shard, holder in view.shards.items()}) != best:
+                return f"{worker.worker_id} sees shards at {known} instead of {best}"
+            if set(mine.catalog.held) != {shard for shard, home in best.items() if home == worker.worker_id}:
+                return f"{worker.worker_id} holds {sorted(mine.catalog.held)}"
+            if {shard: mine.homes.home(shard) for shard in best} != best:
+                return f"{worker.worker_id} asks others than {best}"
+        for shard, home in homes.items():
+            there = {
+                worker.worker_id: {key for key in worker.pages.inventory() if shard_of(key, self.shards) == shard}
+                for worker in self.workers
+            }
+            if (listed := plane(home).catalog.holdings()[shard]) != there:
+                return f"{home.worker_id} lists {listed} of shard {shard}, and there is {there}"
+        return ""
 
-        def done() -> bool:
-            return (
-                all(
-                    worker.peers._members == ids
-                    and worker.peers._home == self.home.worker_id
-                    and all(client.connected for client in worker.peers._clients.values())
-                    for worker in self.workers
-                )
-                and set(self.home.peers.catalog._held) == ids
-            )
-
-        await until(done)
+    # --- faults ---
 
     async def crash(self, worker: Worker) -> None:
         """Ends without a word to the store: its lease stays until it expires."""
-        worker.membership._lease_id = 0
+        plane(worker).leases.lost()
+        self.workers.remove(worker)
+        await worker.close()
+
+    async def leave(self, worker: Worker) -> None:
+        """Ends as it should."""
         self.workers.remove(worker)
         await worker.close()
 
@@ -203,12 +291,16 @@ class Cluster:
         assert kv is not None
         for _ in range(4):
             self.clock.advance(MEMBER_TTL_S / 3)
+            end = self.clock() + MEMBER_TTL_S
             await until(
-                lambda: all(
-                    kv._deadline.get(worker.membership._lease_id, 0) == self.clock() + MEMBER_TTL_S
-                    for worker in self.workers
-                )
+                lambda end=end: all(kv._deadline.get(plane(each).member.lease_id) == end for each in self.workers)
             )
+
+    def pass_time(self, seconds: float) -> None:
+        """On the workers' clock."""
+        self.ahead_s += seconds
+        for worker in self.workers:
+            worker.peers.wake()
 
     async def members(self) -> Members:
         client = RpcClient(self.network, self.store_address, "client", "test", self.chance)
@@ -222,7 +314,7 @@ class Cluster:
     def check(self) -> None:
         for worker in self.workers:
             worker.pages.check()
-            worker.peers.catalog.check()
+            plane(worker).check()
 
     async def close(self) -> None:
         for engine in self._engines:

@@ -13,6 +13,8 @@ from tensorcast_connector.config import (
     default_cache_dir,
     default_runtime_dir,
     parse_address,
+    parse_endpoints,
+    parse_roles,
     parse_size,
 )
 from tensorcast_connector.errors import ConfigError
@@ -63,6 +65,25 @@ def test_no_socket_paths(text: str, why: str) -> None:
         parse_address(text, "socket")
 
 
+@pytest.mark.parametrize(
+    ("text", "roles"),
+    [("basic", ("basic",)), ("", ("basic",)), ("shard-home", ("basic", "shard-home")),
+     (" shard-home , gateway,basic,basic ", ("basic", "gateway", "shard-home"))],
+)  # fmt: skip
+def test_roles(text: str, roles: tuple[str, ...]) -> None:
+    assert parse_roles(text) == roles == parse_roles(",".join(roles))
+
+
+@pytest.mark.parametrize("text", ["home", "basic;gateway", "Basic", "shard home", "basic,gatway"])
+def test_no_roles(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^roles=.* is no role; choose among basic, gateway, shard-home$"):
+        parse_roles(text)
+
+
+def test_a_worker_has_all_roles_unless_told() -> None:
+    assert parse_roles(WorkerConfig().roles) == ("basic", "gateway", "shard-home")
+
+
 def toml(tmp_path: Path, text: str | bytes) -> str:
     path = tmp_path / "w.toml"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
@@ -81,12 +102,25 @@ def test_a_file_and_flags_that_win_over_it(tmp_path: Path) -> None:
     )
 
 
+def test_a_store_on_etcd(tmp_path: Path) -> None:
+    path = toml(tmp_path, 'etcd = "a:1, [::1]:2"\netcd_prefix = "one/"\n')
+    config = config_from_file(StoreConfig, path, {})
+    assert [str(each) for each in parse_endpoints(config.etcd, "etcd")] == ["a:1", "[::1]:2"]
+    assert StoreConfig().etcd_prefix == "tensorcast/"
+    for flags, why in (({"etcd_prefix": "one"}, "etcd_prefix='one'"), ({"data_dir": "/d"}, "a store has one database")):
+        with pytest.raises(ConfigError, match=why):
+            config_from_file(StoreConfig, path, flags)
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ('arena = "1GiB"', r"unknown key 'arena'; did you mean 'arena_bytes'\?"),
         ('advertize = "h:1"', r"unknown key 'advertize'; did you mean 'advertise'\?"),
-        ("zzz = 1", "unknown key 'zzz'; known keys: advertise, arena_bytes, listen, name, socket, store"),
+        (
+            "zzz = 1",
+            "unknown key 'zzz'; known keys: advertise, arena_bytes, listen, metrics, name, roles, socket, store",
+        ),
         ("[worker]\nname = 'n'", "unknown key 'worker'"),
         ("name = 1", "name=1 should be text in quotes"),
         ("store = ['a:1']", r"store=\['a:1'\] should be text in quotes"),

@@ -58,6 +58,12 @@ def replica_key(artifact_id: str, worker_id: str) -> str:
     return f"{REPLICAS}{artifact_id}/{worker_id}"
 
 
+def _shard_of(key: str) -> int:
+    """The shard of a key under SHARDS; -1, which no shard is, if it names none."""
+    number = key.removeprefix(SHARDS)
+    return int(number) if number.isdecimal() else -1
+
+
 @dataclass(frozen=True, slots=True)
 class ShardHolder:
     """Who is the home of a shard, by which lease, under which token."""
@@ -88,7 +94,8 @@ class ClusterView:
 
         Raises:
             ProtocolError: it is of an earlier life of the store than what is known (its clock went back, or an old
-                database was put in place without `tensorcast store restore`), or a record makes no sense.
+                database was put in place without `tensorcast store restore`), and nothing of it is taken; or a record
+                makes no sense, and counts as absent.
         """
         if changes.incarnation < self.incarnation:
             raise ProtocolError(
@@ -104,11 +111,15 @@ class ClusterView:
         self.incarnation, self.revision = changes.incarnation, changes.revision
         for key in changes.deleted:
             self._forget(key)
+        nonsense: ProtocolError | None = None
         for entry in changes.entries:
             try:
                 self._learn(entry)
             except (msgspec.DecodeError, ValueError) as error:
-                raise ProtocolError(f"{entry.key!r} in the store makes no sense: {error}") from error
+                self._forget(entry.key)
+                nonsense = ProtocolError(f"{entry.key!r} in the store makes no sense: {error}")
+        if nonsense is not None:
+            raise nonsense
 
     def _learn(self, entry: Entry) -> None:
         key = entry.key
@@ -117,12 +128,16 @@ class ClusterView:
         elif key.startswith(INSTANCES):
             self.instances[InstanceId(key.removeprefix(INSTANCES))] = decode_instance(entry.value)
         elif key.startswith(SHARDS):
-            record = decode_shard(entry.value)
+            shard, record = _shard_of(key), decode_shard(entry.value)
+            if shard < 0:
+                raise ValueError("no shard has that name")
             token = Token(self.incarnation, entry.revision)
-            self.shards[int(key.removeprefix(SHARDS))] = ShardHolder(WorkerId(record.worker_id), record.lease_id, token)
+            self.shards[shard] = ShardHolder(WorkerId(record.worker_id), record.lease_id, token)
         elif key.startswith(REPLICAS):
             replica = decode_replica(entry.value)
             worker_id = WorkerId(replica.worker_id)
+            if key != replica_key(replica.artifact_id, worker_id):
+                raise ValueError(f"it is of {replica.artifact_id!r} at {worker_id!r}")
             self.replicas.setdefault(replica.artifact_id, {})[worker_id] = replica
             self._of_key[key] = replica.artifact_id, worker_id
         elif key == SHARD_COUNT:
@@ -137,7 +152,7 @@ class ClusterView:
         elif key.startswith(INSTANCES):
             self.instances.pop(InstanceId(key.removeprefix(INSTANCES)), None)
         elif key.startswith(SHARDS):
-            self.shards.pop(int(key.removeprefix(SHARDS)), None)
+            self.shards.pop(_shard_of(key), None)
         elif key in self._of_key:
             artifact_id, worker_id = self._of_key.pop(key)
             copies = self.replicas[artifact_id]

@@ -5,7 +5,7 @@ inventories, a former home that redirects. Nothing is accepted any more under a 
 stays listed until somebody has a higher token: it can still be asked, and does not answer if it is dead.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView, Mapping
 
 from tensorcast_connector.core.placement import BYTE_VALUES, shard_of
 from tensorcast_connector.types import Token, WorkerId
@@ -22,6 +22,8 @@ class Homes:
     def __init__(self, shards: int) -> None:
         self.shards = shards
         self._best: dict[int, tuple[Token, WorkerId]] = {}
+        self.version = 0  # rises with every change
+        self._of: dict[WorkerId, dict[int, Token]] = {}  # the same by home
         # By the last byte of a key, which decides its shard: one step less for each of hundreds of keys.
         self.by_byte: list[WorkerId | None] = [None] * BYTE_VALUES
 
@@ -34,7 +36,14 @@ class Homes:
             return False
         best = self._best.get(shard)
         if best is None or token > best[0]:
+            if best is not None:
+                former = self._of[best[1]]
+                del former[shard]
+                if not former:
+                    del self._of[best[1]]
+            self.version += 1
             self._best[shard] = token, home
+            self._of.setdefault(home, {})[shard] = token
             for byte in range(shard_of(bytes([shard]), self.shards), BYTE_VALUES, self.shards):
                 self.by_byte[byte] = home
             return True
@@ -61,15 +70,18 @@ class Homes:
         token, home = self._best.get(shard, (Token(0, 0), ""))
         return shard, token.incarnation, token.revision, home
 
-    def of(self, home: WorkerId) -> dict[int, Token]:
+    def of(self, home: WorkerId) -> Mapping[int, Token]:
         """The shards that `home` is believed to hold."""
-        return {shard: token for shard, (token, who) in self._best.items() if who == home}
+        return self._of.get(home, {})
 
-    def workers(self) -> set[WorkerId]:
+    def workers(self) -> KeysView[WorkerId]:
         """Everybody who is the home of something."""
-        return {home for _, home in self._best.values()}
+        return self._of.keys()
 
     def check(self) -> None:
-        """Raises AssertionError unless both tables agree."""
-        for byte, home in enumerate(self.by_byte):
-            assert home == (self.home(shard_of(bytes([byte]), self.shards)) if self.shards else None)
+        """Raises AssertionError unless the tables agree."""
+        by_home = {(shard, token, home) for home, shards in self._of.items() for shard, token in shards.items()}
+        assert by_home == {(shard, token, home) for shard, (token, home) in self._best.items()}
+        assert all(self._of.values())
+        homes = [self.home(shard) for shard in range(self.shards)] or [None]
+        assert self.by_byte == (homes * BYTE_VALUES)[:BYTE_VALUES]

@@ -38,6 +38,7 @@ class ShardLeases:
         self._claim_after: dict[int, float] = {}
         self._held_since: dict[int, float] = {}
         self._giving_up: dict[int, tuple[Token, float]] = {}  # under which token, and when to say so again
+        self._give_up_after = 0.0
         self.lease_id = 0
         self.held: dict[int, Token] = {}
 
@@ -108,9 +109,12 @@ class ShardLeases:
         for shard in shards:
             token = self.held.pop(shard, None) or self._giving_up[shard][0]
             self._giving_up[shard] = token, now + CLAIM_RETRY_S
+        self._give_up_after = now + CLAIM_RETRY_S  # until then somebody else is their home
 
-    def wake_at(self) -> float:
+    def wake_at(self, now: float) -> float:
         """When there is next something to claim or to give back, if nothing else happens."""
+        if not self.may_write(now):
+            return float("inf")  # nothing before the lease is renewed
         times = [at for _, at in [*self._claim_times(), *self._handover_times()]]
         return min(times, default=float("inf"))
 
@@ -125,9 +129,9 @@ class ShardLeases:
 
     def _handover_times(self) -> list[tuple[int, float]]:
         return [(shard, at) for shard, (_, at) in self._giving_up.items()] + [
-            (shard, max(self._seen_since[best], self._held_since[shard]) + HANDOVER_AFTER_S)
-            for shard in self.held
-            if (best := (self._ranking[shard] or [self._me])[0]) != self._me
+            (shard, max(max(self._seen_since[best], since) + HANDOVER_AFTER_S, self._give_up_after))
+            for shard, since in self._held_since.items()
+            if shard in self.held and (best := (self._ranking[shard] or [self._me])[0]) != self._me
         ]
 
     def check(self) -> None:

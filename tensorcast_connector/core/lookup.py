@@ -39,7 +39,7 @@ class Lookup:
 
     def _asks(self, positions: Sequence[int], redirected: bool) -> list[Ask]:
         keys, home_of = self._keys, self._homes.by_byte
-        groups: dict[WorkerId | None, list[int]] = {home: [] for home in set(home_of)}
+        groups: dict[WorkerId | None, list[int]] = {home: [] for home in dict.fromkeys(home_of)}
         if len(groups) == 1:
             groups = {home_of[0]: list(positions)}
         else:
@@ -74,9 +74,9 @@ class Lookup:
         else:
             for at, who in zip(ask.positions, found, strict=True):
                 self.holders[at] = who
+        self._homes.observe_all(reply.moved)
         if not reply.moved or ask.redirected:
             return []
-        self._homes.observe_all(reply.moved)
         moved = {shard for shard, *_ in reply.moved if self._homes.home(shard) != ask.home}
         again = [at for at in ask.positions if shard_of(self._keys[at], self._homes.shards) in moved]
         return [each for each in self._asks(again, redirected=True) if each.home != ask.home]

@@ -68,6 +68,7 @@ class Member:
         self._watch_call: StoreCall | None = None
         self._lease_at = 0.0  # when the lease is renewed, or asked for again
         self._list_at = 0.0
+        self._listed_at = 0.0  # when the store was last told of a listing, as far as is known
         self._watch_at = 0.0
         self._registered_revision = 0
         self._lease_error: TensorcastError | None = None
@@ -111,7 +112,8 @@ class Member:
             self._lease_call = call
             calls.append(call)
         if self._watch_call is None and self._watch_at <= now:
-            wait_ms = int(WATCH_WAIT_S * 1000) if self._view.incarnation else 0
+            trouble = not self._view.incarnation or self._watch_error is not None
+            wait_ms = 0 if trouble else int(WATCH_WAIT_S * 1000)  # in trouble any answer is news
             message = Watch(self._view.incarnation, self._view.revision, wait_ms)
             self._watch_call = StoreCall(message, WATCH_WAIT_S + STORE_TIMEOUT_S, now)
             calls.append(self._watch_call)
@@ -157,7 +159,7 @@ class Member:
         if call is self._watch_call:
             self._watch_call = None
             try:
-                self._seen(reply, now)
+                self._seen(reply, call.sent_at, now)
             except TensorcastError as error:
                 self._watch_at, self._watch_error = now + HEARTBEAT_INTERVAL_S, error
                 raise
@@ -172,22 +174,24 @@ class Member:
                     self._leases.renewed(call.message.lease_id, call.sent_at, MEMBER_TTL_S)
                     self._lease_at = call.sent_at + HEARTBEAT_INTERVAL_S
             elif call.about is not None:
-                self._told(call)
+                self._told(call, now)
 
     def _registered(self, reply: LeaseGranted, call: StoreCall, now: float) -> None:
         self._leases.renewed(reply.lease_id, call.sent_at, MEMBER_TTL_S)
         self._leases.update(self._view, now)
         self._registered_revision = reply.revision
         self._untold = {key: (record, True) for key, record in self._listed.items()}
+        self._listed_at = now
         self._lease_at = call.sent_at + HEARTBEAT_INTERVAL_S
 
-    def _told(self, call: StoreCall) -> None:
+    def _told(self, call: StoreCall, now: float) -> None:
         assert call.about is not None
+        self._listed_at = now
         key = _key(call.about[0])
         if self._untold.get(key) == call.about:  # else it has changed meanwhile, and is told again
             del self._untold[key]
 
-    def _seen(self, reply: Changes, now: float) -> None:
+    def _seen(self, reply: Changes, sent_at: float, now: float) -> None:
         try:
             self._view.apply(reply)
         finally:  # what made sense of it counts
@@ -199,6 +203,23 @@ class Member:
             ):
                 self._lost(now)  # whatever the lease's number means to this store, it is not ours
             self._leases.update(self._view, now)
+            if self._leases.lease_id and sent_at > self._listed_at and not self._untold:
+                self._compare()
+
+    def _compare(self) -> None:
+        """Lists what should be listed and is not, and the other way round: an old request may have been done late.
+
+        Only for a view that was asked for after the store was last told something.
+        """
+        me, view = WorkerId(self._record.worker_id), self._view
+        there: dict[str, Listed] = {instance_key(name): each for name, each in view.instances.items()}
+        there |= {replica_key(name, me): copies[me] for name, copies in view.replicas.items() if me in copies}
+        mine = {key: record for key, record in there.items() if record.worker_id == me}
+        wrong = {key: (record, False) for key, record in mine.items() if key not in self._listed}
+        # What is listed at another worker has moved there.
+        absent = {key: each for key, each in self._listed.items() if key in mine or key not in there}
+        wrong |= {key: (each, True) for key, each in absent.items() if mine.get(key) != each}
+        self._untold = wrong
 
     def failed(self, call: StoreCall, error: TensorcastError, now: float) -> None:
         """`call` failed; nothing is known of what it did, unless the error says so."""
@@ -212,7 +233,10 @@ class Member:
             if isinstance(error, NotFound) and not isinstance(call.message, RegisterWorker):
                 self._lost(now)
             elif refused(call, error):
-                self._told(call)
+                assert call.about is not None
+                self._told(call, now)
+                if self._listed.get(_key(call.about[0])) is call.about[0]:
+                    del self._listed[_key(call.about[0])]
             elif isinstance(call.message, RegisterWorker | KeepAlive):
                 self._lease_at = now + HEARTBEAT_INTERVAL_S
             else:

@@ -7,6 +7,7 @@
 The process around it (worker/peers.py, and the simulation in tests/sim) only carries messages and tells the time.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,15 @@ from tensorcast_connector.wire.messages import (
     Reported,
     ReportPages,
 )
-from tensorcast_connector.wire.store_messages import WorkerRecord
+from tensorcast_connector.wire.store_messages import (
+    Alive,
+    Changes,
+    KeepAlive,
+    LeaseGranted,
+    RegisterWorker,
+    Watch,
+    WorkerRecord,
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +52,10 @@ class PeerCall:
 
 
 Call = StoreCall | PeerCall
+ANSWERS: dict[type[Message], type[Message]] = {
+    RegisterWorker: LeaseGranted, KeepAlive: Alive, Watch: Changes, ReportPages: Reported, AskInventory: Fenced,
+}  # fmt: skip
+"""What calls are answered with; those that are not here with Ok. Anything else is no answer, and the call has failed."""
 
 
 class Metadata:
@@ -58,7 +71,7 @@ class Metadata:
         self._pages = pages
         self._asked: dict[WorkerId, PeerCall] = {}
         self._ask_at: dict[WorkerId, float] = {}
-        self._since: Token | None = None  # the view that has been acted upon
+        self._reports = itertools.count(1)  # goes on for ever: a report with a lower number is a late one
         self.view = ClusterView()
         self.leases = ShardLeases(self.worker_id)
         self.member = Member(record, self.view, self.leases)
@@ -71,18 +84,18 @@ class Metadata:
         """The number of shards is known, or another one: what was known of shards means nothing any more."""
         self.homes = Homes(shards)
         self.catalog = Catalog(shards)
-        self.reporter = Reporter(self.worker_id, self._pages, self.homes)
+        self.reporter = Reporter(self.worker_id, self._pages, self.homes, self._reports)
 
     # --- what to send ---
 
     def poll(self, now: float) -> list[Call]:
         """The requests to send now. Call again at `wake_at`, and after anything that was told to this object."""
         calls: list[Call] = [*self.member.poll(now)]
-        self.catalog.hold(self.leases.held)  # a handover may just have begun
+        self._hold()  # a handover may just have begun
         calls += [PeerCall(home, report, STORE_TIMEOUT_S) for home, report in self.reporter.poll(now)]
         for worker, at in self._ask_times().items():
             if at <= now:
-                grants = [(shard, *self.leases.held[shard]) for shard in sorted(self.catalog.missing(worker))]
+                grants = [(shard, *self.catalog.held[shard]) for shard in sorted(self.catalog.missing(worker))]
                 self._ask_at[worker] = now + ASK_INVENTORY_INTERVAL_S
                 self._asked[worker] = PeerCall(worker, AskInventory(self.worker_id, grants), STORE_TIMEOUT_S)
                 calls.append(self._asked[worker])
@@ -97,8 +110,8 @@ class Metadata:
         """Which workers have not reported what they hold of our shards, and when to ask them (again)."""
         return {
             worker: self._ask_at.get(worker, 0.0)
-            for worker in self.view.workers
-            if worker != self.worker_id and worker not in self._asked and self.catalog.missing(worker)
+            for worker in self.catalog.incomplete(self.view.workers)
+            if worker != self.worker_id and worker not in self._asked
         }
 
     # --- what came back ---
@@ -107,7 +120,7 @@ class Metadata:
         """The answer to `call`.
 
         Raises:
-            ProtocolError: it makes no sense; it is asked again later.
+            ProtocolError: it makes no sense, and `member.store_error` says so; it is asked again later.
         """
         if isinstance(call, StoreCall):
             try:
@@ -117,10 +130,12 @@ class Metadata:
         elif isinstance(call.message, ReportPages):
             assert isinstance(reply, Reported)
             self.homes.observe_all(reply.moved)
+            self._hold()
             self.reporter.answered(call.to, call.message, reply, now)
         elif isinstance(reply, Fenced):
             self._answered_ask(call)
             self.homes.observe_all(reply.shards)
+            self._hold()
 
     def failed(self, call: Call, error: TensorcastError, now: float) -> None:
         """`call` failed or was not answered in time; it may have been done all the same."""
@@ -143,8 +158,13 @@ class Metadata:
         for shard, holder in view.shards.items():
             self.homes.observe(shard, holder.token, holder.worker_id)
         self.catalog.keep_only([*view.workers, self.worker_id])
-        self.catalog.hold(self.leases.held)
+        self._hold()
         self._ask_at = {worker: at for worker, at in self._ask_at.items() if worker in view.workers}
+
+    def _hold(self) -> None:
+        """What the leases say is ours, unless somebody has shown a higher token for it."""
+        token = self.homes.token
+        self.catalog.hold({shard: mine for shard, mine in self.leases.held.items() if token(shard) == mine})
 
     def changed(self, keys: Iterable[bytes]) -> None:
         """Pages were saved, fetched or evicted here."""
@@ -160,7 +180,7 @@ class Metadata:
             ProtocolError: not a request about metadata, or of a shard that does not exist.
         """
         if isinstance(message, FindPages):
-            moved = [self.homes.at(shard) for shard in message.shards if shard not in self.leases.held]
+            moved = [self.homes.at(shard) for shard in message.shards if shard not in self.catalog.held]
             return PagesFound(*self.catalog.locate(message.keys), moved)
         if isinstance(message, ReportPages):
             return self._report(message, now)
@@ -172,7 +192,8 @@ class Metadata:
         worker = WorkerId(message.worker_id)
         if worker not in self.view.workers and worker != self.worker_id:
             raise Unavailable(f"{worker} is not known here yet")
-        held = self.leases.held if self.leases.may_write(now) else {}
+        self._hold()  # a redirect of a lookup may just have shown a higher token
+        held = self.catalog.held if self.leases.may_write(now) else {}
         mine = [shard for shard, *token in message.shards if held.get(shard) == tuple(token)]
         refused = {shard for shard, *_ in message.shards}.difference(mine)
         unknown = self.catalog.report(
@@ -187,6 +208,7 @@ class Metadata:
         for shard, incarnation, revision in message.shards:
             accepted = self.homes.observe(shard, Token(incarnation, revision), home)
             (current if accepted else outdated).append(shard)
+        self._hold()
         self.reporter.asked(current)
         return Fenced([self.homes.at(shard) for shard in outdated])
 

@@ -5,11 +5,16 @@ report that may or may not have arrived is simply made again, and nothing depend
 A home that is new, or that has forgotten us, is told the whole inventory of the shards concerned first.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tensorcast_connector.config import REPORT_INTERVAL_S, REPORT_KEYS_PER_MESSAGE, REPORT_RETRY_S
+from tensorcast_connector.config import (
+    REPORT_BACKLOG_KEYS_MAX,
+    REPORT_INTERVAL_S,
+    REPORT_KEYS_PER_MESSAGE,
+    REPORT_RETRY_S,
+)
 from tensorcast_connector.core.homes import Homes
 from tensorcast_connector.core.placement import shard_of
 from tensorcast_connector.types import Token, WorkerId
@@ -33,19 +38,26 @@ class _Home:
     dirty: dict[bytes, None] = field(default_factory=dict)
     sent: ReportPages | None = None  # and not answered
     retry_at: float = 0.0  # nothing before that
+    retry_s: float = 0.0  # how long it waited the last time; 0 if that report arrived
     beat_at: float = 0.0  # even if there is nothing to tell
 
 
 class Reporter:
-    """See the module. One report per home is under way at a time."""
+    """See the module. One report per home is under way at a time.
 
-    def __init__(self, me: WorkerId, pages: PageIndex, homes: Homes) -> None:
+    Args:
+        numbers: of the reports, ascending.
+    """
+
+    def __init__(self, me: WorkerId, pages: PageIndex, homes: Homes, numbers: Iterator[int]) -> None:
         self._me = me
         self._pages = pages
         self._homes = homes
         self._told: dict[int, tuple[Token, WorkerId]] = {}  # whose inventory has been sent, and to whom
         self._streams: dict[WorkerId, _Home] = {}
-        self._number = 0
+        self._untold_as_of = -1  # which version of `homes`
+        self._untold_of: dict[WorkerId, list[int]] = {}
+        self._numbers = numbers
 
     def __repr__(self) -> str:
         return f"<Reporter of {self._me}: {len(self._told)} shards told to {len(self._streams)} homes>"
@@ -63,42 +75,61 @@ class Reporter:
     def asked(self, shards: Iterable[int]) -> None:
         """A home wants the inventory of shards, whatever we believe to have told it."""
         for shard in shards:
-            self._told.pop(shard, None)
+            if self._told.pop(shard, None) is not None:
+                self._untold_as_of = -1
 
     def poll(self, now: float) -> list[tuple[WorkerId, ReportPages]]:
         """The reports to send now."""
         self._meet_homes()
-        due = [home for home, stream in self._streams.items() if stream.sent is None and self._at(home, stream) <= now]
+        untold = self._untold()
+        due = [
+            home
+            for home, stream in self._streams.items()
+            if stream.sent is None and self._at(stream, home in untold) <= now
+        ]
         return [(home, self._next(home, now)) for home in due]
 
     def wake_at(self) -> float:
         """When there is next something to send, if nothing else happens."""
+        untold = self._untold()
         return min(
-            (self._at(home, stream) for home, stream in self._streams.items() if stream.sent is None),
+            (self._at(stream, home in untold) for home, stream in self._streams.items() if stream.sent is None),
             default=float("inf"),
         )
 
-    def _at(self, home: WorkerId, stream: _Home) -> float:
-        return stream.retry_at if stream.dirty or self._untold(home) else max(stream.retry_at, stream.beat_at)
+    @staticmethod
+    def _at(stream: _Home, untold: bool) -> float:
+        return stream.retry_at if stream.dirty or untold else max(stream.retry_at, stream.beat_at)
 
-    def _untold(self, home: WorkerId) -> list[int]:
-        return [shard for shard, token in self._homes.of(home).items() if self._told.get(shard) != (token, home)]
+    def _untold(self) -> dict[WorkerId, list[int]]:
+        """The homes that have not been sent some inventory, and of which shards."""
+        if self._untold_as_of != self._homes.version:
+            self._untold_as_of = self._homes.version
+            self._untold_of = {}
+            for home in self._homes.workers():
+                for shard, token in self._homes.of(home).items():
+                    if self._told.get(shard) != (token, home):
+                        self._untold_of.setdefault(home, []).append(shard)
+        return self._untold_of
 
     def _meet_homes(self) -> None:
         """One conversation per current home, and none with former ones."""
-        current = self._homes.workers() if self._homes.shards else set()
-        for home in current - set(self._streams):
-            self._streams[home] = _Home()
-        for home in set(self._streams) - current:
+        current = self._homes.workers()
+        for home in current:
+            if home not in self._streams:
+                self._streams[home] = _Home()
+        for home in [each for each in self._streams if each not in current]:
             del self._streams[home]
             self._told = {shard: told for shard, told in self._told.items() if told[1] != home}
+            self._untold_as_of = -1
 
     def _next(self, home: WorkerId, now: float) -> ReportPages:
         stream = self._streams[home]
         held = self._homes.of(home)
-        reset = self._untold(home)
+        reset = self._untold().get(home, [])
         if reset:
             self._told.update((shard, (held[shard], home)) for shard in reset)
+            self._untold_as_of = -1
             wanted = set(reset)
             inventory = [key for key in self._pages.inventory() if shard_of(key, self._homes.shards) in wanted]
             stream.dirty = dict.fromkeys(inventory) | stream.dirty
@@ -108,10 +139,9 @@ class Reporter:
         resident = self._pages.resident
         added = [key for key in batch if resident(key)]
         removed = [key for key in batch if not resident(key)] if len(added) < len(batch) else []
-        self._number += 1
         grants = [(shard, token.incarnation, token.revision) for shard, token in held.items()]
         stream.beat_at = now + REPORT_INTERVAL_S
-        stream.sent = ReportPages(self._me, self._number, grants, reset, added, removed)
+        stream.sent = ReportPages(self._me, next(self._numbers), grants, reset, added, removed)
         return stream.sent
 
     def answered(self, home: WorkerId, report: ReportPages, reply: Reported, now: float) -> None:
@@ -119,25 +149,38 @@ class Reporter:
         stream = self._finish(home, report)
         if stream is None:
             return
-        again = {shard for shard, *_ in reply.moved} | set(reply.unknown)
-        for shard in again:
-            if self._told.get(shard, (None, None))[1] == home:
-                del self._told[shard]
-        # A home that refuses a token it has itself is waiting for the store; there is no use in asking at once.
-        stuck = any(self._homes.home(shard) == home for shard, *_ in reply.moved)
-        stream.retry_at = now + REPORT_RETRY_S if stuck else now
+        refused = {shard for shard, *_ in reply.moved}
+        # A home that refuses what is its own waits for the store: the same is said again, and not at once.
+        waiting = {shard for shard in refused if self._homes.home(shard) == home}
+        self._forget(home, (refused - waiting).union(reply.unknown, waiting.intersection(report.reset)))
+        stream.retry_s = stream.retry_s if waiting else 0.0
+        if waiting:
+            count = self._homes.shards
+            keys = [key for key in (*report.added, *report.removed) if shard_of(key, count) in waiting]
+            self._say_again(home, stream, keys, now)
 
     def failed(self, home: WorkerId, report: ReportPages, now: float) -> None:
         """Nothing is known of it: what it said is said again."""
         stream = self._finish(home, report)
         if stream is None:
             return
-        for shard in report.reset:
+        self._forget(home, report.reset)
+        self._say_again(home, stream, [*report.added, *report.removed], now)
+
+    def _say_again(self, home: WorkerId, stream: _Home, keys: Iterable[bytes], now: float) -> None:
+        stream.dirty = dict.fromkeys(keys) | stream.dirty
+        stream.retry_s = min(max(2 * stream.retry_s, REPORT_RETRY_S), REPORT_INTERVAL_S)
+        stream.retry_at = now + stream.retry_s
+        if len(stream.dirty) > REPORT_BACKLOG_KEYS_MAX:  # the pages that were evicted meanwhile would pile up for ever
+            stream.dirty.clear()
+            self._forget(home, [shard for shard, told in self._told.items() if told[1] == home])
+
+    def _forget(self, home: WorkerId, shards: Iterable[int]) -> None:
+        """`home` has to be told the whole inventory of these shards."""
+        for shard in shards:
             if self._told.get(shard, (None, None))[1] == home:
                 del self._told[shard]
-        again = dict.fromkeys([*report.added, *report.removed])
-        stream.dirty = again | stream.dirty
-        stream.retry_at = now + REPORT_RETRY_S
+                self._untold_as_of = -1
 
     def _finish(self, home: WorkerId, report: ReportPages) -> _Home | None:
         stream = self._streams.get(home)
@@ -149,3 +192,6 @@ class Reporter:
     def check(self) -> None:
         """Raises AssertionError unless every shard that was told has a conversation to go on with."""
         assert all(home in self._streams for _, home in self._told.values())
+        before = self._untold()
+        self._untold_as_of = -1
+        assert before == self._untold()

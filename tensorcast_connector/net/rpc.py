@@ -202,10 +202,10 @@ class Connection:
         except Exception as error:
             self._answer(frame.request_id, _as_failure(error))
             return
-        if inspect.isawaitable(result):
-            self._spawn(frame, result)
-        else:
+        if isinstance(result, Message):
             self._answer(frame.request_id, result)
+        else:
+            self._spawn(frame, result)
 
     def _spawn(self, frame: Frame, result: Awaitable[Message]) -> None:
         def ended(_: asyncio.Task[None]) -> None:

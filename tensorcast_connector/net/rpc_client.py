@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -33,6 +34,9 @@ from tensorcast_connector.wire.messages import (
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=Message)
+# An error is a result here: a caller that was cancelled in the same instant would leave an exception unread.
+# None: there was no answer in time.
+_Answer = asyncio.Future[Frame | TensorcastError | None]
 
 
 class RpcClient:
@@ -63,8 +67,10 @@ class RpcClient:
         self._on_connected = on_connected
         self._on_disconnected = on_disconnected
         self._stream: Stream | None = None  # set once the server has answered the hello
-        # An error is a result here: a caller that was cancelled in the same instant would leave an exception unread.
-        self._pending: dict[int, asyncio.Future[Frame | TensorcastError]] = {}
+        self._pending: dict[int, tuple[_Answer, float]] = {}  # by request id, and when it is given up (loop's time)
+        # One timer for all calls, since one for each would cost more than the call: at the earliest time in `_pending`.
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at_s = math.inf
         self._next_id = 1
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -73,6 +79,7 @@ class RpcClient:
         self.address = self._addresses[0]
         self.error: TensorcastError = Unavailable(f"not yet connected to {self.address}")
         self.server_id = ""
+        self.version = 0  # of the protocol, as agreed on the last connection
         self.connected = False
         self._heard_s = 0.0
         self._given_up: Unavailable | None = None
@@ -131,24 +138,48 @@ class RpcClient:
         request_id = self._next_id
         self._next_id += 1
         request = encode_frame(Kind.REQUEST, request_id, encode(message), max(1, int(timeout_s * 1000)))
-        future: asyncio.Future[Frame | TensorcastError] = asyncio.get_running_loop().create_future()
-        self._pending[request_id] = future
         stream.write(request)
+        # What follows is done while the other side works: the answer cannot be read before this coroutine waits.
+        loop = asyncio.get_running_loop()
+        future: _Answer = loop.create_future()
+        # The other side gives up first, so that its reason arrives; this is for when it is silent.
+        give_up_s = loop.time() + timeout_s * 1.25
+        self._pending[request_id] = future, give_up_s
+        if give_up_s < self._alarm_at_s:
+            self._set_alarm(give_up_s)
         try:
-            # The other side gives up first, so that its reason arrives; this is for when it is silent.
-            async with asyncio.timeout(timeout_s * 1.25):
-                answer = await future
-        except TimeoutError:
-            stream.write(encode_frame(Kind.CANCEL, request_id, b""))
-            raise DeadlineExceeded(f"{self.address} did not answer within {timeout_s:g} s") from None
+            answer = await future
         except asyncio.CancelledError:
             stream.write(encode_frame(Kind.CANCEL, request_id, b""))
             raise
         finally:
-            self._pending.pop(request_id, None)
+            del self._pending[request_id]
+        if answer is None:
+            stream.write(encode_frame(Kind.CANCEL, request_id, b""))
+            raise DeadlineExceeded(f"{self.address} did not answer within {timeout_s:g} s")
         if isinstance(answer, TensorcastError):
             raise Unavailable(str(answer))
         return result_of(answer, expected)
+
+    def _set_alarm(self, at_s: float) -> None:
+        """For the call that is given up next."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_at_s = at_s
+        self._alarm = None if at_s == math.inf else asyncio.get_running_loop().call_at(at_s, self._give_up)
+
+    def _give_up(self) -> None:
+        """Ends the calls whose time is over."""
+        now = asyncio.get_running_loop().time()
+        following = math.inf
+        for future, give_up_s in self._pending.values():
+            if future.done():
+                continue
+            if give_up_s <= now:
+                future.set_result(None)
+            else:
+                following = min(following, give_up_s)
+        self._set_alarm(following)
 
     async def _run(self) -> None:
         # No TaskGroup here: on Python 3.11 it swallows a cancellation that meets an error of one of its tasks.
@@ -169,6 +200,7 @@ class RpcClient:
                 delay_s = min(delay_s * 2, RECONNECT_DELAY_MAX_S)
         finally:
             self._down(Unavailable(f"the client of {self.address} was closed"))
+            self._set_alarm(math.inf)
 
     async def _connect_once(self) -> TensorcastError:
         """One connection from its beginning to its end; returns why it ended."""
@@ -176,7 +208,7 @@ class RpcClient:
         reading = asyncio.get_running_loop().create_task(self._read(stream))
         try:
             greeting = await self._exchange(stream, self._hello, Welcome, HELLO_TIMEOUT_S)
-            self.server_id = greeting.server_id
+            self.server_id, self.version = greeting.server_id, greeting.version
             self._stream = stream
             if self._on_connected is not None:
                 await self._on_connected(self)
@@ -209,9 +241,9 @@ class RpcClient:
                 for frame in decoder.feed(data):
                     if frame.request_id == 0:
                         result_of(frame, Message)  # the server says why it ends the connection
-                    future = self._pending.get(frame.request_id)
-                    if future is not None and not future.done():
-                        future.set_result(frame)
+                    waiting = self._pending.get(frame.request_id)
+                    if waiting is not None and not waiting[0].done():
+                        waiting[0].set_result(frame)
         except TensorcastError as why:
             error = self._given_up or why
         self._fail_pending(error)
@@ -234,7 +266,7 @@ class RpcClient:
             stream.write(encode_frame(Kind.REQUEST, request_id, encode(Ping())))
 
     def _fail_pending(self, error: TensorcastError) -> None:
-        for future in self._pending.values():
+        for future, _ in self._pending.values():
             if not future.done():
                 future.set_result(error)
 

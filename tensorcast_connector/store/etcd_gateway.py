@@ -5,7 +5,9 @@ an exact deadline per request, and lets this file decide when to turn to another
 """
 
 import asyncio
+import io
 import logging
+import os
 import re
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -20,6 +22,7 @@ from tensorcast_connector.types import Address
 logger = logging.getLogger(__name__)
 VERSION_MIN = (3, 4)
 VERSION_END = (4, 0)
+NO_ETCD = "is no etcd, or not its client port, or it insists on TLS, which this version does not speak"
 FULL = (
     "etcd is full: compact and defragment it (etcdctl compact, etcdctl defrag), then `etcdctl alarm disarm`, "
     "or give it more (--quota-backend-bytes)"
@@ -37,6 +40,10 @@ class Answer(msgspec.Struct):
     """What every answer of etcd begins with; zero values are left out in JSON."""
 
     header: Header = msgspec.field(default_factory=Header)
+
+    def whose(self) -> Header:
+        """The header, wherever this kind of answer has it."""
+        return self.header
 
 
 class EtcdKey(msgspec.Struct):
@@ -93,6 +100,7 @@ class Gateway:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
+        self._trouble = False  # since the last operation that was done
         self.revision = 0  # the highest that was seen
 
     def __repr__(self) -> str:
@@ -104,10 +112,11 @@ class Gateway:
         return self._endpoints[self._current]
 
     def leave(self, endpoint: Address, why: object) -> None:
-        """Requests go to the next endpoint from now on, unless they have left this one already."""
+        """Requests go to the next endpoint from now on, unless they have left this one already. `why` names it."""
         if self.endpoint == endpoint and len(self._endpoints) > 1:
             self._current = (self._current + 1) % len(self._endpoints)
-            logger.warning("etcd at %s: %s; going on with %s", endpoint, why, self.endpoint)
+            logger.log(logging.DEBUG if self._trouble else logging.WARNING, "%s; going on with %s", why, self.endpoint)
+            self._trouble = True
 
     async def check(self) -> None:
         """At the start: every endpoint that answers is an etcd that this version can use, and one at least answers.
@@ -117,16 +126,15 @@ class Gateway:
             Unavailable: none answers.
         """
         found = await asyncio.gather(*map(self._version, self._endpoints), return_exceptions=True)
-        failures = [each for each in found if isinstance(each, BaseException)]
-        for failure in failures:
+        failures = {at: each for at, each in zip(self._endpoints, found, strict=True) if each is not None}
+        for failure in failures.values():
             if not isinstance(failure, Unavailable):
                 raise failure
         if len(failures) == len(found):
-            raise Unavailable("no etcd answers: " + "; ".join(map(str, failures)))
-        for endpoint, failure in zip(self._endpoints, found, strict=True):
-            if isinstance(failure, BaseException):
-                logger.warning("%s; going on without it", failure)
-                self.leave(endpoint, "does not answer")
+            raise Unavailable("no etcd answers: " + "; ".join(map(str, failures.values())))
+        for endpoint, failure in failures.items():
+            logger.warning("%s; the others are used", failure)
+            self.leave(endpoint, failure)
 
     async def _version(self, endpoint: Address) -> None:
         try:
@@ -134,10 +142,10 @@ class Gateway:
                 version = msgspec.json.decode(await got.content.read(1000), type=_Version).etcdserver
         except (aiohttp.ClientConnectionError, TimeoutError, OSError) as error:
             if isinstance(error, aiohttp.ServerDisconnectedError):
-                raise ConfigError(f"{endpoint} is no etcd: it hangs up on HTTP") from error
+                raise ConfigError(f"{endpoint} {NO_ETCD}") from error
             raise Unavailable(f"etcd at {endpoint}: {_said(error)}") from error
         except (aiohttp.ClientError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{endpoint} is no etcd, or not its client port: it answers something else") from error
+            raise ConfigError(f"{endpoint} {NO_ETCD}") from error
         numbers = re.match(r"(\d{1,9})\.(\d{1,9})\.", version)
         if numbers is None or not VERSION_MIN <= (int(numbers[1]), int(numbers[2])) < VERSION_END:
             raise ConfigError(f"etcd at {endpoint} has version {version[:40]!r}; 3.4 or a later 3.x is needed")
@@ -155,14 +163,16 @@ class Gateway:
         body = msgspec.json.encode(request)
         clock = asyncio.get_running_loop().time
         end = clock() + self._timeout_s
-        failure: Unavailable = DeadlineExceeded(f"etcd: no answer within {self._timeout_s:g} s")
+        failure: Unavailable = DeadlineExceeded("etcd does not answer in time")
         for _ in range(max(2, len(self._endpoints))):
             endpoint, left = self.endpoint, end - clock()
             if left <= 0:
                 break
             sent = True
             try:
-                return await self.ask(endpoint, path, body, kind, left / 2 if repeatable else left)
+                answer = await self.ask(endpoint, path, body, kind, left / 2 if repeatable else left)
+                self._trouble = False
+                return answer
             except Unavailable as error:
                 failure = error
                 sent = not isinstance(error.__cause__, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
@@ -175,14 +185,17 @@ class Gateway:
         """One attempt at one endpoint; raises as `call`."""
         try:
             url = f"http://{endpoint}{path}"
-            async with self._session.post(url, data=body, timeout=self._timeout(timeout_s)) as got:
+            async with self._session.post(url, data=io.BytesIO(body), timeout=self._timeout(timeout_s)) as got:
                 data = await got.read()
         except aiohttp.ConnectionTimeoutError as error:
             raise Unavailable(f"etcd at {endpoint}: cannot connect") from error
         except TimeoutError as error:
-            raise DeadlineExceeded(f"etcd at {endpoint}: no answer within {timeout_s:.1f} s") from error
+            raise DeadlineExceeded(f"etcd at {endpoint} does not answer in time") from error
         except (aiohttp.ClientError, OSError) as error:
             raise Unavailable(f"etcd at {endpoint}: {_said(error)}") from error
+        if got.status == 404 and not self._cluster_id:
+            why = "its JSON interface is missing: this is its port for peers, or it was started with --enable-grpc-gateway=false"
+            raise ConfigError(f"etcd at {endpoint}: {why}")
         if got.status != 200:
             _refused(endpoint, data)
         answer = decode(data, kind)
@@ -191,11 +204,13 @@ class Gateway:
 
     def _belongs(self, endpoint: Address, answer: Answer) -> None:
         """Revisions of another cluster mean nothing here, whether it is listed by mistake or took the former one's place."""
-        cluster_id = answer.header.cluster_id
-        if cluster_id and cluster_id != (self._cluster_id or cluster_id):
+        header = answer.whose()
+        if not header.cluster_id:
+            raise Unavailable(f"etcd at {endpoint}: an answer that is not etcd's")
+        if header.cluster_id != (self._cluster_id or header.cluster_id):
             raise Unavailable(f"etcd at {endpoint} belongs to another cluster than the one that was found at the start")
-        self._cluster_id = self._cluster_id or cluster_id
-        self.revision = max(self.revision, answer.header.revision)
+        self._cluster_id = header.cluster_id
+        self.revision = max(self.revision, header.revision)
 
     async def stream(self, endpoint: Address, path: str, request: object, kind: type[A]) -> AsyncIterator[A]:
         """The answers to a request that goes on answering, until the connection ends.
@@ -266,7 +281,8 @@ def _refused(endpoint: Address, data: bytes) -> NoReturn:
 def _said(error: BaseException) -> str:
     """What an error of the HTTP client says, for people."""
     if isinstance(error, aiohttp.ClientConnectorError):
-        return f"cannot connect: {error.os_error.strerror or error.os_error}"
+        number = error.os_error.errno
+        return f"cannot connect: {os.strerror(number) if number and number > 0 else error.os_error.strerror}"
     if isinstance(error, TimeoutError):
         return "no answer in time"
-    return str(error) or type(error).__name__
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -10,7 +10,7 @@ import msgspec
 
 from tensorcast_connector.config import HISTORY_REVISIONS_MAX, STORE_TIMEOUT_S
 from tensorcast_connector.errors import Compacted, NotFound
-from tensorcast_connector.store.etcd_gateway import Answer, EtcdKey, Gateway
+from tensorcast_connector.store.etcd_gateway import Answer, EtcdKey, Gateway, Header
 from tensorcast_connector.store.etcd_watch import EtcdWatch
 from tensorcast_connector.store.kv import Compare, Delete, Event, KeyValue, Put, TxnResult, check_txn, prefix_end
 from tensorcast_connector.types import Address
@@ -31,12 +31,15 @@ class _Granted(Answer):
     ID: int = 0
 
 
-class _Alive(msgspec.Struct):
+class _Alive(Answer):
     TTL: int = 0
 
 
 class _Kept(Answer):
     result: _Alive = msgspec.field(default_factory=_Alive)
+
+    def whose(self) -> Header:
+        return self.result.header
 
 
 class EtcdKv:

@@ -141,7 +141,7 @@ class EtcdWatch:
         if not self._lost:
             self._lost = True
             fault = None if isinstance(error, TensorcastError) else error
-            logger.warning("etcd at %s can no longer be followed: %s", endpoint, error, exc_info=fault)
+            logger.warning("etcd cannot be followed any more: %s", error, exc_info=fault)
         self._gateway.leave(endpoint, error)
 
     async def _probe(self, endpoint: Address) -> None:

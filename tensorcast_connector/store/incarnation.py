@@ -18,15 +18,23 @@ async def ensure_incarnation(kv: KvStore, now_unix_s: int) -> int:
         ConfigError: a restore into this database was interrupted, or the key holds no incarnation.
     """
     while True:
-        _, found = await kv.range("cluster/")
-        values = {each.key: each.value for each in found}
-        if RESTORING_KEY in values:
-            raise ConfigError("a restore into this database was interrupted; run `tensorcast store restore` again")
-        if INCARNATION_KEY in values:
-            return parse_incarnation(values[INCARNATION_KEY])
+        found = await read_incarnation(kv)
+        if found:
+            return found
         done = await kv.txn([Compare(INCARNATION_KEY, 0)], [Put(INCARNATION_KEY, str(now_unix_s).encode())])
         if done.succeeded:
             return now_unix_s
+
+
+async def read_incarnation(kv: KvStore) -> int:
+    """The incarnation; 0: the database has none yet. Raises as `ensure_incarnation`."""
+    for key in (RESTORING_KEY, INCARNATION_KEY):
+        for each in (await kv.range(key))[1]:
+            if each.key == RESTORING_KEY:
+                raise ConfigError("a restore into this database was interrupted; run `tensorcast store restore` again")
+            if each.key == INCARNATION_KEY:
+                return parse_incarnation(each.value)
+    return 0
 
 
 def parse_incarnation(value: bytes) -> int:

@@ -14,7 +14,7 @@ from tensorcast_connector.errors import Exhausted
 TXN_OPERATIONS_MAX = 128  # compares included
 TXN_BYTES_MAX = 1 << 20  # of all values together
 INCARNATION_KEY = "cluster/incarnation"  # which life of the database this is; see store/incarnation.py
-RESTORING_KEY = "cluster/restoring"  # there while a restore is under way that is not one transaction
+RESTORING_KEY = "restoring"  # there while a restore is under way that is not one transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class KvStore(Protocol):
         Raises:
             NotFound: a Put names a lease that does not exist.
             Exhausted: more than TXN_OPERATIONS_MAX compares and operations, more than TXN_BYTES_MAX bytes of values, or
-                the database is full.
+                the database is full; etcd may have done it even then.
             ValueError: an empty key, or one key in two operations.
         """
 

@@ -4,6 +4,7 @@ All state is in the KV store (keys: core/cluster.py), so any number of these pro
 """
 
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,15 @@ from tensorcast_connector.config import NAME_CHARS_MAX, SHARDS, WATCH_WAIT_S, pa
 from tensorcast_connector.core import cluster
 from tensorcast_connector.core.cluster import CLUSTER, INCARNATION, SHARD_COUNT
 from tensorcast_connector.core.placement import valid_shard_count
-from tensorcast_connector.errors import Compacted, ConfigError, Conflict, NotFound, ProtocolError, Unavailable
+from tensorcast_connector.errors import (
+    Compacted,
+    ConfigError,
+    Conflict,
+    NotFound,
+    ProtocolError,
+    TensorcastError,
+    Unavailable,
+)
 from tensorcast_connector.net.rpc import serve_stream
 from tensorcast_connector.net.transport import Listener, Network, Stream
 from tensorcast_connector.store.kv import Compare, Delete, Event, KeyValue, KvStore, Put
@@ -73,7 +82,8 @@ class Store:
     def __init__(self, kv: KvStore, server_id: str) -> None:
         self._kv = kv
         self.server_id = server_id
-        self.requests: dict[str, int] = {}
+        self.outcomes: Counter[tuple[str, str]] = Counter()  # of requests, by (message, "ok" or the code of the error)
+        self.watchers = 0  # watches that wait for something to happen
 
     def open_session(self, stream: Stream, hello: Hello) -> "Store":
         """Connections hold nothing here: a member lives by its lease."""
@@ -86,11 +96,21 @@ class Store:
     def handle(self, message: Message) -> Awaitable[Message]:
         """See Session."""
         handler: Callable[[Any], Awaitable[Message]] | None = self._handlers.get(type(message))
-        name = type(message).__name__
         if handler is None:
-            raise ProtocolError(f"the store does not take {name}")
-        self.requests[name] = self.requests.get(name, 0) + 1
-        return handler(self, message)  # type: ignore[call-arg]
+            raise ProtocolError(f"the store does not take {type(message).__name__}")
+        return self._counted(handler, message)
+
+    async def _counted(self, handler: Callable[..., Awaitable[Message]], message: Message) -> Message:
+        outcome = "cancelled"
+        try:
+            reply = await handler(self, message)
+            outcome = "ok"
+        except Exception as error:
+            outcome = error.code if isinstance(error, TensorcastError) else TensorcastError.code
+            raise
+        finally:
+            self.outcomes[type(message).__name__, outcome] += 1
+        return reply
 
     # --- members ---
 
@@ -111,7 +131,8 @@ class Store:
         if not done.succeeded:
             await self._kv.lease_revoke(lease_id)
             raise Conflict(f"worker {record.worker_id} is registered already")
-        logger.info("worker %s joined at %s", record.worker_id, record.address)
+        fields = {"event": "worker-joined", "worker_id": record.worker_id, "address": record.address}
+        logger.info("worker %s joined at %s", record.worker_id, record.address, extra=fields)
         return LeaseGranted(lease_id, done.revision)
 
     async def _keep_alive(self, message: KeepAlive) -> Message:
@@ -130,13 +151,16 @@ class Store:
 
     async def _register_instance(self, message: RegisterInstance) -> Message:
         _check_id(message.record.instance_id)
-        done = await self._list(cluster.instance_key(message.record.instance_id), message.record, message.lease_id)
-        logger.info("instance %s joined at worker %s", message.record.instance_id, message.record.worker_id)
+        record = message.record
+        done = await self._list(cluster.instance_key(record.instance_id), record, message.lease_id)
+        fields = {"event": "instance-joined", "instance_id": record.instance_id, "worker_id": record.worker_id}
+        logger.info("instance %s joined at worker %s", record.instance_id, record.worker_id, extra=fields)
         return done
 
     async def _remove_instance(self, message: RemoveInstance) -> Message:
         await self._kv.txn([], [Delete(cluster.instance_key(message.instance_id))])
-        logger.info("instance %r left", message.instance_id)
+        fields = {"event": "instance-left", "instance_id": message.instance_id}
+        logger.info("instance %r left", message.instance_id, extra=fields)
         return Ok()
 
     async def _put_replica(self, message: PutReplica) -> Message:
@@ -203,11 +227,15 @@ class Store:
         return Changes(_incarnation(found), revision, True, entries, [])
 
     async def _watch(self, message: Watch) -> Message:
-        """Answers within half of what the caller waits at most; another look does no harm."""
+        """Answers as soon as something has changed, else after `wait_ms` with nothing; never later than WATCH_WAIT_S."""
         wait_s = min(message.wait_ms / 1000, WATCH_WAIT_S)
         changes = await self.changes(message)
         if wait_s > 0 and not (changes.complete or changes.entries or changes.deleted):
-            await self._kv.wait(changes.revision, wait_s)
+            self.watchers += 1
+            try:
+                await self._kv.wait(changes.revision, wait_s)
+            finally:
+                self.watchers -= 1
             changes = await self.changes(message)
         return changes
 
@@ -216,7 +244,7 @@ class Store:
         return Members(revision, _decoded(found, cluster.WORKERS), _decoded(found, cluster.INSTANCES))
 
     async def _statistics(self, _: GetStatistics) -> Message:
-        return Statistics({"requests": sum(self.requests.values()), "revision": await self._kv.revision()})
+        return Statistics({"requests": self.outcomes.total(), "revision": await self._kv.revision()})
 
     _handlers: dict[type, Callable[..., Awaitable[Message]]] = {  # noqa: RUF012 - a constant table
         RegisterWorker: _register_worker,
@@ -256,16 +284,25 @@ def _latest(events: Sequence[Event]) -> tuple[list[Entry], list[str]]:
     return entries, [each.key for each in last.values() if each.value is None]
 
 
-async def serve_store(
-    network: Network, address: Address, kv: KvStore, server_id: str, shards: int = SHARDS
-) -> Listener:
-    """Listens at `address` until the listener is closed. See `prepare` for `shards`."""
-    count = await prepare(kv, shards)
-    if count != shards:
-        logger.info("the cluster has %d shards", count)
-    store = Store(kv, server_id)
+async def listen(network: Network, address: Address, store: Store) -> Listener:
+    """Serves `store` at `address` until the listener is closed."""
 
     async def on_stream(stream: Stream) -> None:
         await serve_stream(stream, store)
 
     return await network.listen(address, on_stream)
+
+
+async def open_store(kv: KvStore, server_id: str, shards: int = SHARDS) -> Store:
+    """A store on `kv`. See `prepare` for `shards`."""
+    count = await prepare(kv, shards)
+    if count != shards:
+        logger.info("the cluster has %d shards", count)
+    return Store(kv, server_id)
+
+
+async def serve_store(
+    network: Network, address: Address, kv: KvStore, server_id: str, shards: int = SHARDS
+) -> Listener:
+    """Opens a store and serves it at `address` until the listener is closed."""
+    return await listen(network, address, await open_store(kv, server_id, shards))

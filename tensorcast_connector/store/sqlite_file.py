@@ -55,7 +55,9 @@ def open_database(path: Path) -> sqlite3.Connection:
         if db is not None:
             db.close()
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
-            raise ConfigError(f"store database {path}: another store uses it; give this one its own folder") from error
+            raise ConfigError(
+                f"store database {path}: another store uses it; stop that one, or give this one its own folder"
+            ) from error
         raise ConfigError(f"store database {path}: {error}; move it away to start with an empty one") from error
     return db
 

@@ -299,6 +299,30 @@ class SqliteKv:
 
         await self._on_thread(on_thread)
 
+    async def replace_all(self, entries: Sequence[tuple[str, bytes]], least_revision: int) -> None:
+        """Everything is these keys from now on, in one transaction with a revision above all before and `least_revision`.
+
+        No lease and no past is left.
+        """
+
+        def work() -> int:
+            revision = max(self._meta("revision"), least_revision) + 1
+            for table in ("kv", "lease", "history"):
+                self._db.execute(f"DELETE FROM {table}")
+            for key, value in entries:
+                self._db.execute("INSERT INTO kv VALUES (?1, ?2, ?3, ?3, 0)", (key, value, revision))
+            self._set_meta("revision", revision)
+            self._set_meta("compacted", revision)
+            return revision
+
+        def then(revision: int) -> None:
+            self._ttl_s.clear()
+            self._deadline.clear()
+            self._next_deadline = math.inf
+            self._compacted, self._history_bytes = revision, 0
+
+        await self._run(work, then)
+
     async def close(self) -> None:
         """See KvStore."""
 

@@ -2,7 +2,7 @@
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -117,6 +117,18 @@ def pack_indexes(indexes: Iterable[int]) -> bytes:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
+
+
+def pack_numbered(values: Sequence[int], numbers: Mapping[int, int]) -> bytes:
+    """`pack_indexes` of the number of each value; `numbers` counts from 0."""
+    if max(numbers) > 255:
+        return pack_indexes(map(numbers.__getitem__, values))
+    table = bytearray(256)
+    for value, number in numbers.items():
+        table[value] = number
+    packed = bytearray(4 * len(values))
+    packed[::4] = bytes(values).translate(table)  # the lowest byte of each, for all of them at once
+    return bytes(packed)
 
 
 def unpack_indexes(data: bytes) -> "array[int]":

@@ -22,7 +22,7 @@ The first frame of a connection is a request with the body Hello; the caller sen
 
 import enum
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tensorcast_connector.errors import ProtocolError
 
@@ -45,8 +45,10 @@ class Kind(enum.IntEnum):
     CANCEL = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+_KINDS = {kind.value: kind for kind in Kind}
+
+
+class Header(NamedTuple):
     """The decoded fixed part of a frame."""
 
     kind: Kind
@@ -56,8 +58,7 @@ class Header:
     payload_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """A whole frame without payload."""
 
     kind: Kind
@@ -88,7 +89,7 @@ def check_magic(start: bytes | bytearray) -> None:
         raise ProtocolError(f"not a tensorcast connection: it starts with {bytes(start)!r}, expected {MAGIC!r}")
 
 
-def decode_header(data: bytes | bytearray, offset: int = 0) -> Header:
+def decode_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Header:
     """Checks and decodes the 32 bytes at `offset`.
 
     Raises:
@@ -96,10 +97,10 @@ def decode_header(data: bytes | bytearray, offset: int = 0) -> Header:
     """
     magic, version, kind, body_bytes, request_id, timeout_ms, zero, payload_bytes = HEADER.unpack_from(data, offset)
     if magic != MAGIC:
-        check_magic(data[offset : offset + 8])
+        check_magic(bytes(data[offset : offset + 8]))
     if version != FRAME_VERSION:
         raise ProtocolError(f"frame version {version} is not supported; this side speaks version {FRAME_VERSION}")
-    if not Kind.REQUEST <= kind <= Kind.CANCEL:
+    if kind not in _KINDS:
         raise ProtocolError(f"unknown frame kind {kind}")
     if zero:
         raise ProtocolError("bytes 20 to 23 of a frame must be zero")
@@ -107,7 +108,7 @@ def decode_header(data: bytes | bytearray, offset: int = 0) -> Header:
         raise ProtocolError(f"a frame of {body_bytes} bytes exceeds the limit of {FRAME_BODY_BYTES_MAX}")
     if payload_bytes > FRAME_PAYLOAD_BYTES_MAX:
         raise ProtocolError(f"a payload of {payload_bytes} bytes exceeds the limit of {FRAME_PAYLOAD_BYTES_MAX}")
-    return Header(Kind(kind), body_bytes, request_id, timeout_ms, payload_bytes)
+    return Header(_KINDS[kind], body_bytes, request_id, timeout_ms, payload_bytes)
 
 
 class FrameDecoder:
@@ -131,35 +132,41 @@ class FrameDecoder:
         return self._header is None and not self._buffer
 
     def feed(self, data: bytes | memoryview) -> list[Frame]:
-        """All frames completed by `data`.
+        """All frames completed by `data`, which may be reused afterwards.
 
         Raises:
             ProtocolError: the bytes are not frames. Frames completed before the bad one are lost with the connection.
         """
-        buffer = self._buffer
-        buffer += data
+        kept = self._buffer
+        if kept:
+            kept += data
+        source = kept or data  # what arrives as whole frames is not copied into the buffer first
+        size = len(source)
         frames: list[Frame] = []
         at = 0
         while True:
             header = self._header
             if header is None:
-                if len(buffer) - at < HEADER_BYTES:
-                    check_magic(buffer[at : at + 8])
+                if size - at < HEADER_BYTES:
+                    check_magic(bytes(source[at : at + 8]))
                     break
-                header = decode_header(buffer, at)
+                header = decode_header(source, at)
                 if header.payload_bytes:
                     raise ProtocolError("a payload is only allowed in replies on bulk connections")
                 if header.body_bytes > self._body_bytes_max:
                     raise ProtocolError(f"a frame of {header.body_bytes} bytes; here at most {self._body_bytes_max}")
                 at += HEADER_BYTES
+            end = at + header.body_bytes
+            if end > size:
                 self._header = header
-            if len(buffer) - at < header.body_bytes:
                 break
-            body = bytes(memoryview(buffer)[at : at + header.body_bytes])
-            frames.append(Frame(header.kind, header.request_id, body, header.timeout_ms))
-            at += header.body_bytes
+            frames.append(Frame(header.kind, header.request_id, bytes(memoryview(source)[at:end]), header.timeout_ms))
+            at = end
             self._header = None
-        del buffer[:at]
+        if source is kept:
+            del kept[:at]
+        else:
+            kept += source[at:]
         return frames
 
     def feed_eof(self) -> None:

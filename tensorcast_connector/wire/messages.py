@@ -13,6 +13,7 @@ import msgspec
 
 PROTOCOL_VERSION = 2  # 2: shard homes, watch, signals
 PROTOCOL_VERSION_MIN = 1
+SHARD_HOMES_VERSION = 2  # the first with shard homes
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):

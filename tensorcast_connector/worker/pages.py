@@ -21,6 +21,7 @@ from tensorcast_connector.errors import Exhausted, ProtocolError
 from tensorcast_connector.net.bulk import PageBytes
 from tensorcast_connector.types import KEYSPACE_BYTES, PageKey, WorkerId, page_key
 from tensorcast_connector.worker.arena import Arena
+from tensorcast_connector.worker.recorder import Record, unrecorded
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +77,10 @@ def check_keys(keyspaces: Sequence[bytes], block_hashes: Sequence[bytes]) -> Non
 class Pages:
     """Owner of the arena's contents."""
 
-    def __init__(self, arena: Arena, segments: Segments) -> None:
+    def __init__(self, arena: Arena, segments: Segments, record: Record = unrecorded) -> None:
         self._arena = arena
         self._segments = segments
+        self._record = record
         self._hints: OrderedDict[bytes, WorkerId] = OrderedDict()  # where a lookup found a page; advice only
         self._wanted: dict[bytes, list[Held]] = {}  # who waits for a page to arrive
         self._fetching: dict[bytes, asyncio.Task[None]] = {}
@@ -90,8 +92,17 @@ class Pages:
             "pages_loaded": 0,
             "pages_fetched": 0,
             "pages_sent": 0,
+            "bytes_fetched": 0,
+            "bytes_sent": 0,
             "digest_mismatches": 0,
+            "lookups_full": 0,
+            "lookups_partial": 0,
+            "lookups_missed": 0,
+            "lookup_blocks_local": 0,
+            "lookup_blocks_elsewhere": 0,
+            "lookup_blocks_missed": 0,
         }
+        self.sends = 0  # requests of other workers that are being answered
 
     # --- reading, for engines ---
 
@@ -101,15 +112,28 @@ class Pages:
         held = Held(session, hold_id, [page_key(space, each) for each in hashes for space in keyspaces], len(keyspaces))
         self._holds_of.setdefault(session, set()).add(hold_id)
         self._hold(held)
+        missing = len(held.missing)
+        self._record("hold", hold_id, held.keys, cause=f"{missing} of them are not here" if missing else "")
         return held
+
+    def looked_up(self, held: Held, blocks: int) -> None:
+        """A lookup has ended with so many blocks that can be had; for the counts."""
+        asked = len(held.keys) // held.keyspaces if held.keyspaces else 0
+        counters = self.counters
+        counters["lookups_full" if blocks == asked else "lookups_partial" if blocks else "lookups_missed"] += 1
+        counters["lookup_blocks_local"] += held.leading_blocks
+        counters["lookup_blocks_elsewhere"] += blocks - held.leading_blocks
+        counters["lookup_blocks_missed"] += asked - blocks
 
     async def locate(self, held: Held) -> int:
         """How many leading blocks can be had, here or elsewhere."""
         if self.elsewhere is None:
             return held.leading_blocks
-        located = await self.elsewhere.locate(held.missing, {})
+        missing = held.missing
+        located = await self.elsewhere.locate(missing, {})
+        self._record("located", held.hold_id, missing, located)
         nowhere: list[PageKey] = []
-        for key, source in zip(held.missing, located, strict=True):
+        for key, source in zip(missing, located, strict=True):
             if source is not None:
                 self._hints[key] = source
                 self._hints.move_to_end(key)
@@ -142,7 +166,10 @@ class Pages:
     def release(self, session: int, hold_id: str) -> None:
         """Ends a hold, also one that still waits for pages."""
         self._segments.release((session, hold_id))
-        self._holds_of.get(session, set()).discard(hold_id)
+        holds = self._holds_of.get(session, set())
+        if hold_id in holds:
+            holds.discard(hold_id)
+            self._record("release", hold_id)
 
     def _hold(self, held: Held) -> None:
         if held.hold_id in self._holds_of.get(held.session, ()):  # else it was released meanwhile
@@ -170,6 +197,7 @@ class Pages:
         unknown = [key for key in missing if key not in sources and key not in self._fetching]
         if unknown:
             located = await self.elsewhere.locate(unknown, tried)
+            self._record("located", "", unknown, located, cause=f"{len(tried)} tried before" if tried else "")
             sources |= {key: source for key, source in zip(unknown, located, strict=True) if source is not None}
         groups: dict[WorkerId, list[PageKey]] = {}
         for key, source in sources.items():
@@ -198,7 +226,9 @@ class Pages:
     def reserve(self, session: int, keyspace: bytes, hashes: Sequence[bytes], page_bytes: int) -> list[int]:
         """An arena offset per page, -1 where nothing is to be written."""
         check_keys([keyspace], hashes)
-        ranges = [self._segments.reserve(session, page_key(keyspace, each), page_bytes) for each in hashes]
+        keys = [page_key(keyspace, each) for each in hashes]
+        ranges = [self._segments.reserve(session, key, page_bytes) for key in keys]
+        self._record("reserve", "", keys, ranges, cause=f"by session {session}")
         self._announce([])
         return [-1 if each is None else each.offset for each in ranges]
 
@@ -211,18 +241,23 @@ class Pages:
         pages = reversed(list(zip(keys, digests, strict=True)))
         added = [key for key, digest in pages if self._segments.commit(session, key, digest)]
         self.counters["pages_saved"] += len(added)
+        self._record("commit", "", added, cause=f"by session {session}")
         self._announce(added)
 
     def abort(self, session: int, keyspace: bytes, hashes: Sequence[bytes]) -> None:
         """Gives reserved pages back."""
-        for each in hashes:
-            self._segments.abort(session, page_key(keyspace, each))
+        keys = [page_key(keyspace, each) for each in hashes]
+        for key in keys:
+            self._segments.abort(session, key)
+        self._record("abort", "", keys, cause=f"by session {session}")
 
     def end_session(self, session: int) -> None:
         """The connection is gone: so are its holds and reservations."""
         for hold_id in self._holds_of.pop(session, set()):
             self._segments.release((session, hold_id))
+            self._record("release", hold_id, cause=f"session {session} has ended")
         self._segments.abort_all(session)
+        self._record("end", "", cause=f"session {session}: its reservations are given back")
 
     # --- other workers ---
 
@@ -232,12 +267,19 @@ class Pages:
         self._next_send += 1
         holder = ("send", self._next_send)
         gone = set(self._segments.hold(holder, keys))
+        self.sends += 1
+        result = "not taken"
         try:
             pages = [None if key in gone else self._page(key) for key in keys]
             yield pages
-            self.counters["pages_sent"] += sum(1 for page in pages if page)
+            sent = [page.data.nbytes for page in pages if page]
+            self.counters["pages_sent"] += len(sent)
+            self.counters["bytes_sent"] += sum(sent)
+            result = f"{len(gone)} were gone" if gone else ""
         finally:
+            self.sends -= 1
             self._segments.release(holder)
+            self._record("sent", "", keys, cause=result)
 
     def _page(self, key: bytes) -> PageBytes:
         where = self._segments.range(key)
@@ -261,6 +303,7 @@ class Pages:
             if held.hold_id in self._holds_of.get(held.session, ()):
                 self._segments.hold((held.session, held.hold_id), [key])
         self.counters["pages_fetched"] += 1
+        self.counters["bytes_fetched"] += len(memory)
         self._announce([key])
         return True
 
@@ -269,7 +312,10 @@ class Pages:
         self._segments.abort_all(owner)
 
     def _announce(self, added: Sequence[bytes]) -> None:
-        changed = [*added, *self._segments.take_evicted()]
+        evicted = self._segments.take_evicted()
+        if evicted:
+            self._record("evict", "", evicted, cause="room was needed")
+        changed = [*added, *evicted]
         if changed and self.elsewhere is not None:
             self.elsewhere.changed(changed)
 
@@ -279,6 +325,11 @@ class Pages:
         for task in fetches:
             task.cancel()
         await asyncio.gather(*fetches, return_exceptions=True)
+
+    @property
+    def fetches(self) -> int:
+        """How many pages are being fetched."""
+        return len(self._fetching)
 
     def resident(self, key: bytes) -> bool:
         """Whether the page can be read here."""

@@ -28,9 +28,12 @@ from tensorcast_connector.net.bulk import BulkClient
 from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.net.transport import Network
 from tensorcast_connector.types import Address, WorkerId
-from tensorcast_connector.wire.messages import Message, Ok, PagesFound
-from tensorcast_connector.wire.store_messages import RevokeLease, WorkerRecord
+from tensorcast_connector.wire.messages import SHARD_HOMES_VERSION, Message, Ok, PagesFound
+from tensorcast_connector.wire.store_messages import InstanceRecord, RevokeLease, WorkerRecord
 from tensorcast_connector.worker.pages import Pages
+from tensorcast_connector.worker.recorder import Record, unrecorded
+from tensorcast_connector.worker.state_log import StateLog
+from tensorcast_connector.worker.traffic import Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +45,12 @@ class Peers:
         me: this worker as it is listed.
         stores: addresses of store processes of one cluster.
         now: this worker's clock, see core/leases.
+        record: for the stories.
     """
 
     def __init__(
         self, me: WorkerRecord, pages: Pages, network: Network, stores: Sequence[Address], chance: random.Random,
-        now: Callable[[], float],
+        now: Callable[[], float], record: Record = unrecorded,
     ) -> None:  # fmt: skip
         self._id = WorkerId(me.worker_id)
         self._pages = pages
@@ -61,8 +65,12 @@ class Peers:
         self._wake = asyncio.Event()
         self._fetches = itertools.count()
         self._unreachable: set[WorkerId] = set()  # members whose address is none; the log has been told
-        self._told = (0, frozenset[int](), True)  # what the log has been told: lease, shards held, store there
+        self._record = record
+        self._old_store_told = False
         self.metadata = Metadata(me, pages)
+        self.log = StateLog(self.metadata, record)
+        self.traffic = Traffic(record)
+        self._engines: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<Peers of {self._id}: {len(self._clients)} others>"
@@ -104,7 +112,7 @@ class Peers:
             try:
                 for call in self.metadata.poll(now):
                     self._send(call)
-                self._tell()
+                self.log.tell(self._clients, str(self._store.address), now)
                 wait_s = min(max(self.metadata.wake_at() - now, 0.0), PUMP_INTERVAL_MAX_S)
             except Exception:  # a fault of our own must not end this worker's membership without a word
                 logger.exception("the metadata plane failed; going on")
@@ -119,7 +127,14 @@ class Peers:
         """Something was told to the metadata plane: it may have something to send."""
         self._wake.set()
 
-    async def _store_connected(self, _: RpcClient) -> None:
+    async def _store_connected(self, store: RpcClient) -> None:
+        if store.version < SHARD_HOMES_VERSION and not self._old_store_told:
+            logger.warning(
+                "the store speaks protocol version %d, which has no shard homes: pages are shared with the engines of "
+                "this host only until the store is upgraded",
+                store.version,
+            )
+            self._old_store_told = True
         self.metadata.member.connected(self.now())
         self.wake()
 
@@ -127,6 +142,7 @@ class Peers:
         self.wake()
 
     def _send(self, call: Call) -> None:
+        self.traffic.sent(call)
         if isinstance(call, PeerCall) and call.to == self._id:
             self._finish(call, self.metadata.serve(call.message, self.now()))
         else:
@@ -146,11 +162,13 @@ class Peers:
                 if refused(call, error) and call.about is not None:
                     logger.warning("%s is not listed: %s", call.about[0], error)
             self.metadata.failed(call, error, self.now())
+            self.traffic.failed(call, error)
             self.wake()
         else:
             self._finish(call, reply)
 
     def _finish(self, call: Call, reply: Message) -> None:
+        self.traffic.answered(call, reply)
         try:
             self.metadata.answered(call, reply, self.now())
         except TensorcastError as error:
@@ -164,31 +182,24 @@ class Peers:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _tell(self) -> None:
-        """The log, of what has changed."""
-        lease, shards, store_is_there = self._told
-        metadata = self.metadata
-        held = frozenset(metadata.leases.held)
-        self._told = (metadata.member.lease_id, held, metadata.member.store_error is None)
-        if self._told[0] != lease:
-            logger.info("joined the cluster as %s" if self._told[0] else "the lease of %s has ended", self._id)
-        if held != shards:
-            logger.info("home of %d shards of %d", len(held), metadata.view.shard_count)
-        if self._told[2] != store_is_there:
-            if self._told[2]:
-                logger.info("store %s is there", self._store.address)
-            else:
-                logger.warning("store: %s; going on with the members known", metadata.member.store_error)
-
     def add(self, record: Listed) -> None:
         """Lists an engine of this host, or a copy of an artifact, at the store."""
+        if isinstance(record, InstanceRecord):
+            self._engines.add(record.instance_id)
         self.metadata.member.add(record)
         self._wake.set()
 
     def remove(self, record: Listed) -> None:
         """Takes it off the list."""
+        if isinstance(record, InstanceRecord):
+            self._engines.discard(record.instance_id)
         self.metadata.member.remove(record)
         self._wake.set()
+
+    @property
+    def engines(self) -> int:
+        """How many engines of this host are attached."""
+        return len(self._engines)
 
     # --- who is there ---
 
@@ -196,6 +207,16 @@ class Peers:
     def members(self) -> set[WorkerId]:
         """The workers known, this one among them."""
         return {self._id, *self._clients}
+
+    def states(self) -> dict[str, int]:
+        """How many of the other workers listed are connected, connecting, and unreachable."""
+        apart = {worker_id for worker_id, client in self._clients.items() if not client.connected}
+        unreachable = len(apart & self.log.unreachable) + len(self._unreachable)
+        return {
+            "connected": len(self._clients) - len(apart),
+            "connecting": len(apart - self.log.unreachable),
+            "unreachable": unreachable,
+        }
 
     def _meet(self) -> None:
         """Connects to who is new, forgets who left."""
@@ -235,6 +256,7 @@ class Peers:
 
     async def holders(self, keys: Sequence[bytes]) -> list[Sequence[str]]:
         """The ids of the workers that hold each key, as far as its home knows and answers in time."""
+        started_at = self.now()
         lookup = self.metadata.lookup(keys)
         asks = lookup.first()
         while asks:
@@ -246,6 +268,9 @@ class Peers:
                 except TensorcastError as error:
                     logger.warning("%s", error)
             asks = more
+            for ask in asks:
+                self.traffic.following(ask)
+        self.traffic.find_seconds.observe(self.now() - started_at)
         return lookup.holders
 
     async def _ask(self, ask: Ask) -> PagesFound | None:
@@ -258,6 +283,7 @@ class Peers:
             return await client.call(ask.message, PagesFound, FIND_TIMEOUT_S) if client is not None else None
         except TensorcastError as error:
             logger.debug("locating %d pages at %s failed: %s", len(ask.positions), ask.home, error)
+            self.traffic.find_failed(ask, error)
             return None
 
     # --- fetching ---
@@ -266,11 +292,13 @@ class Peers:
         """See Elsewhere. Requests are small, so that the first pages are usable early and two connections share the work."""
         bulk = self._bulk.get(source)
         if bulk is None or not self._clients[source].connected:
-            return  # it left, or does not answer, since it was located
+            self._record("fetched", source, keys, cause="nothing: it left, or does not answer, since it was located")
+            return
         parts = [
             keys[start : start + FETCH_PAGES_PER_REQUEST] for start in range(0, len(keys), FETCH_PAGES_PER_REQUEST)
         ]
-        results = await asyncio.gather(*(self._fetch_part(part, bulk) for part in parts), return_exceptions=True)
+        fetches = (self._fetch_part(part, bulk, source) for part in parts)
+        results = await asyncio.gather(*fetches, return_exceptions=True)
         gone = 0
         for part, result in zip(parts, results, strict=True):
             if isinstance(result, TensorcastError):
@@ -282,11 +310,14 @@ class Peers:
         if gone:
             logger.info("%s was said to hold %d pages that it does not have (of %d asked)", source, gone, len(keys))
 
-    async def _fetch_part(self, keys: Sequence[bytes], bulk: BulkClient) -> int:
+    async def _fetch_part(self, keys: Sequence[bytes], bulk: BulkClient, source: WorkerId) -> int:
         """How many of the pages the other side had."""
         owner = f"fetch/{next(self._fetches)}"
         memory: memoryview | None = None
         arrived = 0
+        became = ["gone"] * len(keys)
+        cause = ""
+        self._record("fetch", source, keys)
 
         def target(index: int, length: int) -> memoryview:
             nonlocal memory
@@ -297,14 +328,20 @@ class Peers:
         def done(index: int, digest: int) -> None:
             nonlocal arrived
             arrived += 1
+            became[index] = "not needed"
             if memory is not None:
-                self._pages.received(owner, keys[index], memory, digest)
+                whole = self._pages.received(owner, keys[index], memory, digest)
+                became[index] = "arrived" if whole else "wrong bytes"
 
         try:
             await bulk.fetch(keys, target, done)
             return arrived
+        except TensorcastError as error:
+            cause = f"the rest did not come: {error}"
+            raise
         finally:
             self._pages.give_up(owner)
+            self._record("fetched", source, keys, became, cause=cause)
 
     # --- reporting ---
 
@@ -316,4 +353,9 @@ class Peers:
 
     def statistics(self) -> dict[str, int | str]:
         """Counts for people and metrics."""
-        return {**self.metadata.statistics(), "store_connected": int(self.metadata.member.store_error is None)}
+        return {
+            **self.metadata.statistics(),
+            **self.traffic.counters,
+            **self.log.counters,
+            "store_connected": int(self.metadata.member.store_error is None),
+        }

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from tensorcast_connector.config import (
     parse_address,
     parse_roles,
 )
-from tensorcast_connector.core.segments import Segments
+from tensorcast_connector.core.usage import MeteredSegments
 from tensorcast_connector.errors import ConfigError
 from tensorcast_connector.net.transport import Listener, Network, Stream
 from tensorcast_connector.types import Address, WorkerId
@@ -23,9 +24,13 @@ from tensorcast_connector.wire.store_messages import (
     WorkerRecord,
 )
 from tensorcast_connector.worker.arena import Arena, available_memory_bytes
+from tensorcast_connector.worker.observer import Observer
 from tensorcast_connector.worker.pages import Pages
 from tensorcast_connector.worker.peers import Peers
+from tensorcast_connector.worker.probe import Probe, Requests
+from tensorcast_connector.worker.recorder import Recorder
 from tensorcast_connector.worker.service import EngineService, PeerService
+from tensorcast_connector.worker.signals import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +42,19 @@ class Worker:
     worker_id: WorkerId
     socket: Address
     address: Address
+    roles: tuple[str, ...]
     pages: Pages
     peers: Peers
+    observer: Observer
+    probe: Probe
     _arena: Arena
+    _sampler: Sampler
     _listeners: list[Listener]
 
     async def close(self) -> None:
         """Stops serving, leaves the cluster, frees the arena."""
         await self.peers.leave()
+        await self._sampler.close()
         for listener in self._listeners:
             await listener.close()
         await self.pages.close()
@@ -52,56 +62,65 @@ class Worker:
         self._arena.close()
 
 
+def _check(config: WorkerConfig) -> None:
+    """What can be told before anything is started; raises ConfigError."""
+    if not config.name.isprintable() or not config.name or "/" in config.name or len(config.name) > NAME_CHARS_MAX:
+        raise ConfigError(
+            f"name={config.name!r}: a worker needs a name of at most {NAME_CHARS_MAX} characters without slashes"
+        )
+    advertise = parse_address(config.advertise, "advertise") if config.advertise else None
+    if advertise is not None and advertise.scheme == "tcp" and not advertise.port:
+        raise ConfigError(f"advertise={config.advertise!r}: port 0 is any port, which nobody can dial")
+    if parse_address(config.listen, "listen").host in ("0.0.0.0", "::") and not config.advertise:
+        raise ConfigError(
+            f"listen={config.listen!r} is every interface; say with advertise=HOST:PORT what other workers dial"
+        )
+
+
 async def start_worker(
-    config: WorkerConfig, network: Network, chance: random.Random, now: Callable[[], float]
-) -> Worker:
+    config: WorkerConfig, network: Network, chance: random.Random, now: Callable[[], float],
+    wall: Callable[[], float] = time.time,
+) -> Worker:  # fmt: skip
     """Starts a worker; it serves its engines at once and joins the cluster when the store answers.
 
     Args:
         chance: seeded by the system, since the incarnation in the worker's id is drawn from it.
         now: this host's clock in seconds, which goes on during suspend and never jumps.
+        wall: seconds since 1970; only shown to people.
 
     Raises:
         ConfigError: an address cannot be used, or the arena does not fit.
     """
-    if not config.name.isprintable() or not config.name or "/" in config.name or len(config.name) > NAME_CHARS_MAX:
-        raise ConfigError(
-            f"name={config.name!r}: a worker needs a name of at most {NAME_CHARS_MAX} characters without slashes"
-        )
+    _check(config)
     stores = [parse_address(each.strip(), "store") for each in config.store.split(",")]
     listen = parse_address(config.listen, "listen")
     socket = parse_address(f"unix:{config.socket.removeprefix('unix:')}", "socket")
-    advertise = parse_address(config.advertise, "advertise") if config.advertise else None
-    if advertise is not None and advertise.scheme == "tcp" and not advertise.port:
-        raise ConfigError(f"advertise={config.advertise!r}: port 0 is any port, which nobody can dial")
-    if listen.host in ("0.0.0.0", "::") and not config.advertise:
-        raise ConfigError(
-            f"listen={config.listen!r} is every interface; say with advertise=HOST:PORT what other workers dial"
-        )
     arena = Arena(config.arena_bytes, available_memory_bytes())
-    segments = Segments(config.arena_bytes, SLAB_BYTES, SLOT_ALIGN_BYTES, arena.allocated_bytes)
-    pages = Pages(arena, segments)
+    segments = MeteredSegments(config.arena_bytes, SLAB_BYTES, SLOT_ALIGN_BYTES, arena.allocated_bytes)
+    recorder = Recorder(now, wall)
+    pages = Pages(arena, segments, recorder.record)
+    at_engines, at_workers = Requests(), Requests()
     worker_id = WorkerId(f"{config.name}/{chance.getrandbits(32):08x}")
-    services: dict[str, PeerService | EngineService] = {}
+    services: list[PeerService] = []
     listeners: list[Listener] = []
 
     async def on_peer(stream: Stream) -> None:
-        await services["peer"].on_stream(stream)
-
-    async def on_engine(stream: Stream) -> None:
-        await services["engine"].on_stream(stream)
+        await services[0].on_stream(stream)
 
     try:
         listeners.append(await network.listen(listen, on_peer))
-        address = advertise or listeners[0].address
+        address = parse_address(config.advertise, "advertise") if config.advertise else listeners[0].address
         record = WorkerRecord(
             worker_id, config.name, str(address), config.arena_bytes, PROTOCOL_VERSION, parse_roles(config.roles)
         )
-        peers = Peers(record, pages, network, stores, chance, now)
-        pages.elsewhere = peers
-        services["peer"] = PeerService(worker_id, pages, peers)
-        services["engine"] = EngineService(worker_id, arena, pages, peers)
-        listeners.append(await network.listen(socket, on_engine))
+        peers = pages.elsewhere = Peers(record, pages, network, stores, chance, now, recorder.record)
+        probe = Probe(pages, peers, segments, at_engines, at_workers, now, wall)
+        sampler = Sampler(worker_id, record.roles, address.host, probe.read)
+        observer = Observer(recorder, sampler, now, lambda: {**pages.statistics(), **peers.statistics()})
+        services.append(PeerService(worker_id, pages, peers, observer, at_workers))
+        engines = EngineService(worker_id, arena, pages, peers, observer, at_engines)
+        sampler.measure()
+        listeners.append(await network.listen(socket, engines.on_stream))
     except BaseException:
         for listener in listeners:
             await listener.close()
@@ -114,5 +133,7 @@ async def start_worker(
 
     arena.allocate_rest(on_allocated)
     peers.start()
-    logger.info("worker %s serves engines at %s and workers at %s", worker_id, socket, address)
-    return Worker(worker_id, socket, address, pages, peers, arena, listeners)
+    sampler.start()
+    fields = {"event": "serving", "worker_id": worker_id, "socket": str(socket), "address": str(address)}
+    logger.info("worker %s serves engines at %s and workers at %s", worker_id, socket, address, extra=fields)
+    return Worker(worker_id, socket, address, record.roles, pages, peers, observer, probe, arena, sampler, listeners)

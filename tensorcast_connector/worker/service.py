@@ -27,7 +27,9 @@ from tensorcast_connector.wire.messages import (
     AttachInstance,
     Commit,
     FindPages,
+    GetSignals,
     GetStatistics,
+    GetStory,
     Hello,
     Locate,
     Located,
@@ -36,18 +38,20 @@ from tensorcast_connector.wire.messages import (
     MapArena,
     Message,
     Ok,
+    PagesFound,
     Release,
     ReportPages,
     Reserve,
     Reserved,
-    Statistics,
 )
 from tensorcast_connector.wire.store_messages import (
     InstanceRecord,
 )
 from tensorcast_connector.worker.arena import Arena
+from tensorcast_connector.worker.observer import Observer, Question
 from tensorcast_connector.worker.pages import Held, Pages
 from tensorcast_connector.worker.peers import Peers
+from tensorcast_connector.worker.probe import Requests
 
 logger = logging.getLogger(__name__)
 _session_ids = itertools.count(1)
@@ -60,6 +64,7 @@ class _EngineSession:
         self._service = service
         self._stream = stream
         self._id = next(_session_ids)
+        self._busy = service.requests.opened()
         self._instance: InstanceId | None = None
 
     def handle(self, message: Any) -> Message | Awaitable[Message]:
@@ -70,6 +75,7 @@ class _EngineSession:
 
     def close(self) -> None:
         self._service.pages.end_session(self._id)
+        self._service.requests.closed(self._busy)
         self._detach()
 
     def _detach(self) -> None:
@@ -81,7 +87,8 @@ class _EngineSession:
 
     async def _map_arena(self, _: MapArena) -> Message:
         arena = self._service.arena
-        await self._stream.send_descriptor(arena.descriptor)
+        with self._busy:
+            await self._stream.send_descriptor(arena.descriptor)
         return ArenaInfo(arena.bytes, self._service.server_id)
 
     def _attach(self, message: AttachInstance) -> Message:
@@ -98,18 +105,24 @@ class _EngineSession:
     def _lookup(self, message: Lookup) -> Message | Awaitable[Message]:
         self._service.pages.release(self._id, message.lookup_id)
         held = self._service.pages.hold_local(self._id, message.lookup_id, message.keyspaces, message.block_hashes)
-        return self._locate(held) if held.missing else LookupResult(held.leading_blocks, held.leading_blocks)
+        return self._locate(held) if held.missing else self._looked_up(held, held.leading_blocks)
 
     async def _locate(self, held: Held) -> Message:
-        return LookupResult(await self._service.pages.locate(held), held.leading_blocks)
+        with self._busy:
+            return self._looked_up(held, await self._service.pages.locate(held))
+
+    def _looked_up(self, held: Held, blocks: int) -> Message:
+        self._service.pages.looked_up(held, blocks)
+        return LookupResult(blocks, held.leading_blocks)
 
     def _acquire(self, message: Acquire) -> Message | Awaitable[Message]:
         held = self._service.pages.hold_local(self._id, message.hold_id, [message.keyspace], message.block_hashes)
         return self._fetch(held) if held.missing else Acquired(self._service.pages.ranges(held))
 
     async def _fetch(self, held: Held) -> Message:
-        await self._service.pages.fetch(held)
-        return Acquired(self._service.pages.ranges(held))
+        with self._busy:
+            await self._service.pages.fetch(held)
+            return Acquired(self._service.pages.ranges(held))
 
     def _release(self, message: Release) -> Message:
         for hold_id in message.hold_ids:
@@ -129,8 +142,8 @@ class _EngineSession:
         self._service.pages.abort(self._id, message.keyspace, message.block_hashes)
         return Ok()
 
-    def _statistics(self, _: GetStatistics) -> Message:
-        return Statistics(self._service.statistics())
+    def _observe(self, question: Question) -> Message:
+        return self._service.observer.answer(question)
 
     _handlers: dict[type, Callable[..., Message | Awaitable[Message]]] = {  # noqa: RUF012 - a constant table
         MapArena: _map_arena,
@@ -141,31 +154,37 @@ class _EngineSession:
         Reserve: _reserve,
         Commit: _commit,
         Abort: _abort,
-        GetStatistics: _statistics,
+        GetStatistics: _observe,
+        GetSignals: _observe,
+        GetStory: _observe,
     }
 
 
 class EngineService:
-    """A `Service` for the engines of this host."""
+    """A `Service` for the engines of this host, and for people on it.
+
+    Args:
+        requests: counts those in flight here.
+    """
 
     server = "worker"
-    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(EngineRequest)
+    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(EngineRequest | GetSignals | GetStory)
 
-    def __init__(self, server_id: str, arena: Arena, pages: Pages, peers: Peers) -> None:
+    def __init__(
+        self, server_id: str, arena: Arena, pages: Pages, peers: Peers, observer: Observer, requests: Requests
+    ) -> None:  # fmt: skip
         self.server_id = server_id
         self.arena = arena
         self.pages = pages
         self.peers = peers
+        self.observer = observer
+        self.requests = requests
         self.listed: dict[InstanceId, tuple[int, InstanceRecord]] = {}  # and the connection that lists it
 
     def open_session(self, stream: Stream, hello: Hello) -> _EngineSession:
         """A new connection."""
         logger.debug("%s %s connected", hello.role, hello.name)
         return _EngineSession(self, stream)
-
-    def statistics(self) -> dict[str, int | str]:
-        """Counts for people and metrics."""
-        return {**self.pages.statistics(), **self.peers.statistics()}
 
     async def on_stream(self, stream: Stream) -> None:
         """An OnStream."""
@@ -178,24 +197,30 @@ class _PeerSession:
     def __init__(self, service: "PeerService", name: str) -> None:
         self._service = service
         self._name = name
+        self._busy = service.requests.opened()
 
     def handle(self, message: Any) -> Message | Awaitable[Message]:
         peers = self._service.peers
         if isinstance(message, FindPages):
             _check_count(message.keys)
-            return peers.metadata.serve(message, peers.now())
+            reply = peers.metadata.serve(message, peers.now())
+            if isinstance(reply, PagesFound) and reply.moved:
+                peers.traffic.redirected(self._name, message, reply)
+            return reply
         if isinstance(message, ReportPages):
             self._check_sender(message.worker_id)
+            _check_count([*message.added, *message.removed])
         elif isinstance(message, AskInventory):
             self._check_sender(message.home)
-        elif isinstance(message, GetStatistics):
-            return Statistics(self._service.statistics())
+        elif isinstance(message, Question):
+            return self._service.observer.answer(message)
         elif isinstance(message, Locate):
             _check_count(message.keys)
             return self._locate(message)
         elif isinstance(message, Announce):
             return Ok()
         reply = peers.metadata.serve(message, peers.now())
+        peers.traffic.told(message)
         peers.wake()
         return reply
 
@@ -205,10 +230,12 @@ class _PeerSession:
             raise ProtocolError(f"{self._name!r} speaks for {claimed[:64]!r}")
 
     async def _locate(self, message: Locate) -> Message:
-        return Located([list(each) for each in await self._service.peers.holders(message.keys)])
+        with self._busy:
+            return Located([list(each) for each in await self._service.peers.holders(message.keys)])
 
     def close(self) -> None:
         """Nothing is held per connection."""
+        self._service.requests.closed(self._busy)
 
 
 def _check_count(keys: Sequence[bytes]) -> None:
@@ -219,24 +246,26 @@ def _check_count(keys: Sequence[bytes]) -> None:
 
 
 class PeerService:
-    """A `Service` for other workers; bulk connections come to the same port."""
+    """A `Service` for other workers and for those who look; bulk connections come to the same port.
+
+    Args:
+        requests: counts those in flight here.
+    """
 
     server = "worker"
     decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(PeerRequest)
 
-    def __init__(self, server_id: str, pages: Pages, peers: Peers) -> None:
+    def __init__(self, server_id: str, pages: Pages, peers: Peers, observer: Observer, requests: Requests) -> None:
         self.server_id = server_id
         self.peers = peers
+        self.observer = observer
+        self.requests = requests
         self._pages = pages
 
     def open_session(self, stream: Stream, hello: Hello) -> _PeerSession:
         """A new connection."""
         logger.debug("%s %s connected from %s", hello.role, hello.name, stream.peer)
         return _PeerSession(self, hello.name)
-
-    def statistics(self) -> dict[str, int | str]:
-        """Counts for people and metrics."""
-        return {**self._pages.statistics(), **self.peers.statistics()}
 
     async def on_stream(self, stream: Stream) -> None:
         """An OnStream."""

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -27,7 +28,7 @@ from tensorcast_connector.wire.messages import (
     AttachInstance,
 )
 from tensorcast_connector.worker.server import Worker, start_worker
-from tests.cluster import PAGE, SPACE, content, hashes
+from tests.cluster import PAGE, SPACE, content, hashes, plane
 from tests.net.service import Scripted
 from tests.waiting import until_blocking
 
@@ -52,7 +53,7 @@ class Host:
     def start(self) -> Worker:
         self._runs += 1
         config = WorkerConfig("127.0.0.1:1", "w", "127.0.0.1:0", "", self.address.path, 1 << 20)
-        self.worker = self.run(start_worker(config, SocketNetwork(), random.Random(self._runs)))
+        self.worker = self.run(start_worker(config, SocketNetwork(), random.Random(self._runs), time.monotonic))
         assert self.worker is not None
         return self.worker
 
@@ -211,12 +212,12 @@ def test_without_a_worker_everything_fails_at_once_and_is_told_once(
 def test_an_instance_is_listed_while_attached_and_again_after_a_restart(host: Host, attach: Any) -> None:
     worker = host.start()
     one = attach(instance=AttachInstance("i", "vllm", "m", "first"))
-    listed = worker.membership._instances
+    listed = plane(worker).member._listed
     until_blocking(lambda: [each.namespace for each in listed.values()] == ["first"])
     one.describe(AttachInstance("i", "vllm", "m", "second"))
     until_blocking(lambda: [each.namespace for each in listed.values()] == ["second"])
     host.stop()
-    again = host.start().membership._instances
+    again = plane(host.start()).member._listed
     until_blocking(lambda: [each.namespace for each in again.values()] == ["second"])
     one.close()
     until_blocking(lambda: not again)

@@ -101,6 +101,11 @@ class Host:
         """Of how many shards the worker is the home."""
         return int(self.statistics()["shards_held"])
 
+    @property
+    def joins(self) -> int:
+        """How often the worker has joined the cluster: more than once if its lease was lost."""
+        return self.worker.running.log.read_text().count("joined the cluster")
+
     def reattached(self) -> None:
         """Waits until the client has found its worker again."""
         until_blocking(lambda: self._attachment.connected, 30.0)
@@ -115,6 +120,12 @@ class Interruption:
     """How long the pages that had been found could not all be found."""
 
     longest_s: float = 0.0
+
+
+def for_seconds(seconds: float) -> Callable[[], bool]:
+    """A `settle` of `watching`: goes on probing for so long after the fault."""
+    started = time.monotonic()
+    return lambda: time.monotonic() - started > seconds
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import asyncio
 import mmap
 import os
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from tensorcast_connector.worker.server import Worker, start_worker
 async def worker(tmp_path: Path) -> AsyncIterator[Worker]:
     """Without a store."""
     config = WorkerConfig("127.0.0.1:1", "w", "127.0.0.1:0", "", str(tmp_path / "s"), 1 << 20)
-    worker = await start_worker(config, SocketNetwork(), random.Random(1))
+    worker = await start_worker(config, SocketNetwork(), random.Random(1), time.monotonic)
     yield worker
     await worker.close()
 

@@ -100,7 +100,7 @@ async def test_a_call_and_its_reply(pair: Pair) -> None:
     client = await pair.connected()
     pair.service.open("four")
     assert await client.call(lookup("four"), LookupResult, T) == LookupResult(4, 0)
-    assert client.server_id == "scripted" and pair.service.hellos == [Hello(1, 1, "engine", "e")]
+    assert client.server_id == "scripted" and pair.service.hellos == [Hello(1, 2, "engine", "e")]
     assert "connected, 0 pending" in repr(client)
 
 
@@ -237,15 +237,16 @@ async def test_not_patient(place: Place) -> None:
 async def test_the_version_is_negotiated_or_both_ranges_are_named(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stream = await pair.raw()
-    await hello(stream, 1, 9)
-    assert b"Welcome\x01" in (await frame(stream))[2]
-    stream.close()
+    for theirs, spoken in (((1, 9), b"\x02"), ((2, 2), b"\x02"), ((1, 1), b"\x01")):
+        stream = await pair.raw()
+        await hello(stream, *theirs)
+        assert b"Welcome" + spoken in (await frame(stream))[2]
+        stream.close()
     monkeypatch.setattr(rpc_client, "PROTOCOL_VERSION_MIN", 3)
     monkeypatch.setattr(rpc_client, "PROTOCOL_VERSION", 4)
     client = pair.client()
     with pytest.raises(
-        ProtocolError, match=r"versions 3-4 of 'e' and 1-1 of this worker do not overlap; upgrade the older"
+        ProtocolError, match=r"versions 3-4 of 'e' and 1-2 of this worker do not overlap; upgrade the older"
     ):
         await client.wait_connected(T, patient=False)
 

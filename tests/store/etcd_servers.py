@@ -44,9 +44,9 @@ def free_ports(count: int) -> list[int]:
 
 
 class EtcdCluster:
-    """Started when made. Nodes are named by their index."""
+    """Started when made, and healthy unless told not to wait for it. Nodes are named by their index."""
 
-    def __init__(self, nodes: int, folder: Path, *more: str) -> None:
+    def __init__(self, nodes: int, folder: Path, *more: str, wait: bool = True) -> None:
         self._program = etcd_program()
         self._folder = folder
         self._more = more
@@ -55,7 +55,8 @@ class EtcdCluster:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         for node in range(nodes):
             self.start(node, wait=False)
-        self.wait_healthy()
+        if wait:
+            self.wait_healthy()
 
     @property
     def addresses(self) -> list[Address]:
@@ -79,7 +80,10 @@ class EtcdCluster:
             self.wait_healthy()
 
     def signal(self, node: int, number: signal.Signals) -> None:
-        self._processes[node].send_signal(number)
+        process = self._processes[node]
+        process.send_signal(number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)  # all of its threads
 
     def kill(self, node: int) -> None:
         process = self._processes.pop(node)

@@ -6,6 +6,7 @@ import pytest
 import xxhash
 
 from tensorcast_connector.config import WorkerConfig
+from tensorcast_connector.core.cluster import instance_key
 from tensorcast_connector.errors import ConfigError, Exhausted, ProtocolError, TensorcastError, Unavailable
 from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.testing.network import FakeNetwork
@@ -29,7 +30,7 @@ from tensorcast_connector.wire.messages import (
     Statistics,
 )
 from tensorcast_connector.worker.server import Worker, start_worker
-from tests.cluster import PAGE, SPACE, Cluster, Engine, T, hashes
+from tests.cluster import PAGE, SPACE, Cluster, Engine, T, hashes, plane
 from tests.waiting import until
 
 KEYS = hashes(6)
@@ -175,7 +176,7 @@ async def test_what_a_worker_refuses_its_peers(cluster: Cluster) -> None:
     with pytest.raises(Exhausted, match="65537 keys"):
         await peer.call(Locate([b"x"] * 65_537), Located, T)
     values = (await peer.call(GetStatistics(), Statistics, T)).values
-    assert values["home"] == worker.worker_id and values["pages"] == 0
+    assert values["shards_held"] == 0 == values["pages"], "there is no store"
     await peer.close()
 
 
@@ -189,24 +190,22 @@ async def test_the_arena_cannot_be_had_where_descriptors_cannot_be_passed(cluste
 
 async def test_an_engine_is_listed_by_its_latest_connection(cluster: Cluster) -> None:
     worker, first = await one(cluster)
-    listed = worker.membership._instances
+    listed = plane(worker).member._listed
     await first.client.call(AttachInstance("i", "vllm", "m", "n1"), Ok, T)
     second = await cluster.engine(worker)
     await second.client.call(AttachInstance("i", "vllm", "m", "n2"), Ok, T)
     await first.client.close()  # noticed late
     await second.client.call(GetStatistics(), Statistics, T)
-    assert {name: record.namespace for name, record in listed.items()} == {"i": "n2"}
+    assert {key: record.namespace for key, record in listed.items()} == {instance_key("i"): "n2"}
     await second.client.call(AttachInstance("other", "vllm", "m", "n"), Ok, T)
-    assert set(listed) == {"other"}, "one connection lists one engine"
+    assert set(listed) == {instance_key("other")}, "one connection lists one engine"
     await second.client.close()
     await until(lambda: not listed)
 
 
 async def test_a_locate_answered_late_does_not_outlive_its_connection(cluster: Cluster) -> None:
-    workers, engines = await cluster.pair()
-    at = dict(zip([worker.worker_id for worker in workers], engines, strict=True))
-    other = cluster.others()[0]
-    client = at[other.worker_id].client
+    (_, other), (_, at_other) = await cluster.pair()
+    client = at_other.client
     call = asyncio.create_task(client.call(Acquire("h", SPACE, KEYS), Acquired, T))
     await asyncio.sleep(0)
     await client.close()
@@ -259,25 +258,27 @@ WRONG = {
 async def test_a_worker_that_cannot_start_leaves_nothing(cluster: Cluster, name: str) -> None:
     changes, why = WRONG[name]
     with pytest.raises(ConfigError, match=why) as error:
-        await start_worker(config(cluster, **changes), cluster.network, cluster.chance)
+        await start_worker(config(cluster, **changes), cluster.network, cluster.chance, cluster.now)
     assert "\n" not in str(error.value)
     assert list(cluster.folder.iterdir()) == []
 
 
 async def test_what_is_advertised_is_what_is_listed(cluster: Cluster) -> None:
-    worker = await start_worker(config(cluster, advertise="far.example:7"), cluster.network, cluster.chance)
-    assert str(worker.address) == "far.example:7" == worker.membership._record.address
+    worker = await start_worker(
+        config(cluster, advertise="far.example:7"), cluster.network, cluster.chance, cluster.now
+    )
+    assert str(worker.address) == "far.example:7" == plane(worker).member._record.address
     await worker.close()
     unix = f"unix:{cluster.folder}/w.sock"
-    worker = await start_worker(config(cluster, socket=unix), cluster.network, cluster.chance)
+    worker = await start_worker(config(cluster, socket=unix), cluster.network, cluster.chance, cluster.now)
     assert str(worker.socket) == unix
     await worker.close()
 
 
 async def test_a_socket_that_is_taken_leaves_the_port_free(cluster: Cluster) -> None:
-    first = await start_worker(config(cluster), cluster.network, cluster.chance)
+    first = await start_worker(config(cluster), cluster.network, cluster.chance, cluster.now)
     with pytest.raises(ConfigError, match="cannot listen on unix:"):
-        await start_worker(config(cluster), cluster.network, cluster.chance)
+        await start_worker(config(cluster), cluster.network, cluster.chance, cluster.now)
     await first.close()
 
 

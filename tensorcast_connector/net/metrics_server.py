@@ -1,0 +1,147 @@
+"""What Prometheus reads: `/metrics` and `/healthz` of a process over HTTP, and how our counts become metric families.
+
+It is served on the process's own event loop: what is read is not changed meanwhile, and a loop that stands still is seen.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from tensorcast_connector.errors import ConfigError
+from tensorcast_connector.net.histogram import Histogram
+from tensorcast_connector.types import Address
+
+logger = logging.getLogger(__name__)
+SHUTDOWN_TIMEOUT_S = 0.5
+
+Value = float | Histogram
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric: how it is documented and exported.
+
+    Attributes:
+        kind: counter, gauge or histogram.
+        name: as it is exported, a counter's with its `_total`.
+        text: what it means, in one sentence.
+        labels: names of its labels.
+    """
+
+    kind: str
+    name: str
+    text: str
+    labels: tuple[str, ...] = ()
+
+    def metric(self, values: Iterable[tuple[Sequence[str], Value]]) -> Metric:
+        """The family with a value per tuple of label values."""
+        made: Metric
+        if self.kind == "histogram":
+            made = histogram = HistogramMetricFamily(self.name, self.text, labels=self.labels)
+            for labels, value in values:
+                assert isinstance(value, Histogram)
+                histogram.add_metric(labels, value.cumulative(), value.sum)
+            return made
+        kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
+        made = family = kind(self.name, self.text, labels=self.labels)
+        for labels, value in values:
+            assert not isinstance(value, Histogram)
+            family.add_metric(labels, value)
+        return made
+
+
+class Source(Protocol):
+    """A part of a process that has metrics."""
+
+    families: Sequence[Family]
+
+    async def refresh(self) -> None:
+        """Brings up to date what has to be asked for; called before each reading."""
+
+    def values(self) -> Iterator[tuple[str, Sequence[str], Value]]:
+        """(name of the family, label values, value) of everything that there is now."""
+
+    def ill(self) -> str:
+        """Why the process cannot do its work now; empty if it can. Called after `refresh`."""
+
+
+class _Collected(Collector):
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def collect(self) -> Iterator[Metric]:
+        found: dict[str, list[tuple[Sequence[str], Value]]] = {family.name: [] for family in self._source.families}
+        for name, labels, value in self._source.values():
+            found[name].append((labels, value))
+        for family in self._source.families:
+            yield family.metric(found[family.name])
+
+
+def registry_of(sources: Iterable[Source]) -> CollectorRegistry:
+    """All metrics of a process: those of `sources` and what the kernel says of the process."""
+    registry = CollectorRegistry()
+    for source in sources:
+        registry.register(_Collected(source))
+    ProcessCollector(registry=registry)
+    return registry
+
+
+@dataclass
+class MetricsListener:
+    """An open HTTP listener."""
+
+    address: Address
+    _runner: web.AppRunner
+
+    async def close(self) -> None:
+        """Stops listening."""
+        await self._runner.cleanup()
+
+
+async def serve_metrics(address: Address, sources: Sequence[Source]) -> MetricsListener:
+    """Serves `/metrics` and `/healthz` at `address` (port 0 = any) until the listener is closed.
+
+    `/healthz` answers 200, or 503 and the reason while a source is ill.
+
+    Raises:
+        ConfigError: the address cannot be listened on; says why.
+    """
+    registry = registry_of(sources)
+
+    async def metrics(request: web.Request) -> web.Response:
+        for source in sources:
+            await source.refresh()
+        encoder, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encoder(registry), headers={"Content-Type": content_type})
+
+    async def health(_: web.Request) -> web.Response:
+        for source in sources:
+            await source.refresh()
+        reasons = [reason for source in sources if (reason := source.ill())]
+        return web.Response(text="\n".join([*reasons, ""]) if reasons else "ok\n", status=503 if reasons else 200)
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics), web.get("/healthz", health)])
+    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, address.host, address.port).start()
+    except (OSError, UnicodeError) as error:
+        await runner.cleanup()
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigError(f"metrics={str(address)!r}: cannot listen there: {reason}") from error
+    listener = MetricsListener(Address("tcp", host=address.host, port=runner.addresses[0][1]), runner)
+    logger.info("metrics at http://%s/metrics", listener.address, extra={"metrics": str(listener.address)})
+    return listener

@@ -1,0 +1,48 @@
+"""What people and callers may ask of a worker on any of its listeners: counts, signals, the story of a page."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tensorcast_connector.wire.messages import (
+    GetSignals,
+    GetStatistics,
+    GetStory,
+    Message,
+    Signals,
+    Statistics,
+    Story,
+)
+from tensorcast_connector.worker.recorder import Recorder
+from tensorcast_connector.worker.signals import Sampler
+
+Question = GetStatistics | GetSignals | GetStory
+"""The requests that an Observer answers."""
+
+
+class Observer:
+    """See the module.
+
+    Args:
+        now: the worker's clock in seconds.
+        statistics: what the worker counts.
+    """
+
+    def __init__(
+        self, recorder: Recorder, sampler: Sampler, now: Callable[[], float], statistics: Callable[[], dict[str, Any]]
+    ) -> None:  # fmt: skip
+        self._recorder = recorder
+        self._sampler = sampler
+        self._now = now
+        self._statistics = statistics
+
+    def signals(self) -> Signals:
+        """How the worker is doing, with its age now."""
+        return self._sampler.signals(self._now())
+
+    def answer(self, question: Question) -> Message:
+        """The answer to `question`."""
+        if isinstance(question, GetSignals):
+            return self.signals()
+        if isinstance(question, GetStory):
+            return Story(self._recorder.lines(question.text))
+        return Statistics(self._statistics())

@@ -1,0 +1,116 @@
+"""The changes of a worker's state, each told once: one line in the log, with its ids as fields, and one event in the stories."""
+
+import logging
+from collections.abc import Mapping
+
+from tensorcast_connector.config import PEER_UNREACHABLE_AFTER_S
+from tensorcast_connector.core.metadata import Metadata
+from tensorcast_connector.net.rpc_client import RpcClient
+from tensorcast_connector.types import WorkerId
+from tensorcast_connector.worker.recorder import Record
+
+logger = logging.getLogger(__name__)
+_LOOKS_PER_DELAY = 4  # how exactly PEER_UNREACHABLE_AFTER_S is kept
+
+
+class StateLog:
+    """Compares what is with what was told last: whether the worker has joined, its shards, the store, its peers."""
+
+    def __init__(self, metadata: Metadata, record: Record) -> None:
+        self._metadata = metadata
+        self._record = record
+        self._lease = 0
+        self._shards: frozenset[int] = frozenset()
+        self._store_is_there = True
+        self._apart_since: dict[WorkerId, float] = {}
+        self.unreachable: set[WorkerId] = set()  # workers listed that have not been reached for a while
+        self._look_at = 0.0
+        self.counters = {"leases_lost": 0, "shards_gained": 0, "shards_lost": 0, "store_losses": 0}
+
+    def __repr__(self) -> str:
+        return f"<StateLog lease {self._lease}, {len(self._shards)} shards, {len(self.unreachable)} unreachable>"
+
+    def tell(self, clients: Mapping[WorkerId, RpcClient], store: str, now: float) -> None:
+        """Tells what has changed since the last call.
+
+        Args:
+            clients: the other workers that are listed.
+            store: address of the store that is talked to.
+            now: the worker's clock in seconds.
+        """
+        self._tell_lease()
+        self._tell_shards()
+        self._tell_store(store)
+        if now >= self._look_at:
+            self._look_at = now + PEER_UNREACHABLE_AFTER_S / _LOOKS_PER_DELAY
+            self._tell_peers(clients, now)
+
+    def _tell_lease(self) -> None:
+        lease = self._metadata.member.lease_id
+        if lease == self._lease:
+            return
+        before, self._lease = self._lease, lease
+        me = self._metadata.worker_id
+        if before:
+            self.counters["leases_lost"] += 1
+            self._record("lease lost", me)
+        if lease:
+            logger.info("joined the cluster as %s", me, extra={"event": "joined", "worker_id": me, "lease_id": lease})
+            self._record("joined", me)
+        else:
+            fields = {"event": "lease-lost", "worker_id": me, "lease_id": before}
+            logger.info("the lease of %s has ended", me, extra=fields)
+
+    def _tell_shards(self) -> None:
+        held = self._metadata.leases.held
+        if held.keys() == self._shards:
+            return
+        before, self._shards = self._shards, frozenset(held)
+        gained, lost = sorted(self._shards - before), sorted(before - self._shards)
+        me, count = self._metadata.worker_id, self._metadata.view.shard_count
+        fields = {"event": "shards", "worker_id": me, "gained": gained, "lost": lost, "held": len(held)}
+        logger.info("home of %d shards of %d", len(held), count, extra=fields)
+        self.counters["shards_gained"] += len(gained)
+        self.counters["shards_lost"] += len(lost)
+        if gained:
+            self._record("shards gained", me, shards=gained)
+        if lost:
+            self._record("shards lost", me, shards=lost)
+
+    def _tell_store(self, store: str) -> None:
+        error = self._metadata.member.store_error
+        if (error is None) == self._store_is_there:
+            return
+        self._store_is_there = error is None
+        if error is None:
+            logger.info("store %s is there", store, extra={"event": "store-back", "store": store})
+            self._record("store back", store)
+        else:
+            self.counters["store_losses"] += 1
+            fields = {"event": "store-lost", "store": store, "error": str(error)}
+            logger.warning("store: %s; going on with the members known", error, extra=fields)
+            self._record("store lost", store, cause=str(error))
+
+    def _tell_peers(self, clients: Mapping[WorkerId, RpcClient], now: float) -> None:
+        for worker_id, client in clients.items():
+            if client.connected:
+                self._apart_since.pop(worker_id, None)
+                if worker_id in self.unreachable:
+                    self.unreachable.discard(worker_id)
+                    fields = {"event": "peer-reachable", "peer": worker_id}
+                    logger.info("worker %s can be reached again", worker_id, extra=fields)
+                    self._record("peer reachable", worker_id)
+                continue
+            apart_s = now - self._apart_since.setdefault(worker_id, now)
+            if apart_s >= PEER_UNREACHABLE_AFTER_S and worker_id not in self.unreachable:
+                self.unreachable.add(worker_id)
+                fields = {"event": "peer-unreachable", "peer": worker_id, "error": str(client.error)}
+                logger.warning("worker %s cannot be reached: %s", worker_id, client.error, extra=fields)
+                self._record("peer unreachable", worker_id, cause=str(client.error))
+        for worker_id in self._apart_since.keys() - clients.keys():
+            del self._apart_since[worker_id]
+            if worker_id in self.unreachable:
+                self.unreachable.discard(worker_id)
+                fields = {"event": "peer-left", "peer": worker_id}
+                logger.info("worker %s has left", worker_id, extra=fields)
+                self._record("peer left", worker_id)
