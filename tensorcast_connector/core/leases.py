@@ -104,12 +104,16 @@ class ShardLeases:
             return []
         return [shard for shard, at in self._handover_times() if at <= now][:HANDOVER_SHARDS_MAX]
 
-    def given_back(self, shards: Sequence[int], now: float) -> None:
-        """The store is being told so; from now on this worker is not their home, whatever becomes of the message."""
+    def given_back(self, shards: Sequence[int], now: float) -> list[int]:
+        """The store is being told so; from now on this worker is not their home, whatever becomes of the message.
+
+        Returns the revisions of the grants: the message may come late, when the shard has been granted anew.
+        """
         for shard in shards:
             token = self.held.pop(shard, None) or self._giving_up[shard][0]
             self._giving_up[shard] = token, now + CLAIM_RETRY_S
         self._give_up_after = now + CLAIM_RETRY_S  # until then somebody else is their home
+        return [self._giving_up[shard][0].revision for shard in shards]
 
     def wake_at(self, now: float) -> float:
         """When there is next something to claim or to give back, if nothing else happens."""

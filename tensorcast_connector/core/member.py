@@ -141,8 +141,8 @@ class Member:
             record, here = next(iter(self._untold.values()))
             return StoreCall(_listing(record, here, lease_id), STORE_TIMEOUT_S, now, (record, here))
         if shards := self._leases.handovers(now):
-            self._leases.given_back(shards, now)
-            return StoreCall(ReleaseShards(lease_id, shards), STORE_TIMEOUT_S, now)
+            revisions = self._leases.given_back(shards, now)
+            return StoreCall(ReleaseShards(lease_id, shards, revisions), STORE_TIMEOUT_S, now)
         if shards := self._leases.claims(now):
             self._leases.claimed(shards, now)
             return StoreCall(ClaimShards(self._record.worker_id, lease_id, shards), STORE_TIMEOUT_S, now)

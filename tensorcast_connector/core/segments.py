@@ -12,8 +12,9 @@ No I/O, no clock: recency is the order of calls. The bytes themselves are not to
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
+from tensorcast_connector.core.usage import Usage
 from tensorcast_connector.errors import ProtocolError
 from tensorcast_connector.types import ByteRange
 
@@ -218,7 +219,7 @@ class Segments:
             oldest = self._pages[next(iter(own))] if own else None
             other = self._oldest_slab_of_others(slot_bytes)
             if other is not None and (oldest is None or self._slabs[other].used < oldest.used):
-                for key in list(self._slabs[other].pages):
+                for key in sorted(self._slabs[other].pages):  # a set's own order is another one in every process
                     self._evict(self._pages[key])
             elif oldest is not None:
                 self._evict(oldest)
@@ -264,17 +265,21 @@ class Segments:
             self._slabs[page.slab] = _Slab()
             self._free_slabs.append(page.slab)
 
+    def usage(self) -> Usage:
+        """How full it is: counted by slabs, so that asking costs the same with a thousand pages and with a million."""
+        reserved = sum(map(len, self._reserved.values()))
+        pages = len(self._pages) - reserved
+        used = pinned = 0
+        for slab in self._slabs:
+            used += slab.slot_bytes * len(slab.pages)
+            pinned += slab.slot_bytes * slab.busy
+        total = self._slab_bytes * self._ready_slabs
+        held = pages - sum(map(len, self._evictable.values()))
+        return Usage(pages, reserved, held, used, pinned, total, self.evictions)
+
     def statistics(self) -> dict[str, int]:
         """Counts for people and metrics."""
-        reserved = sum(len(keys) for keys in self._reserved.values())
-        return {
-            "pages": len(self._pages) - reserved,
-            "pages_reserved": reserved,
-            "pages_held": sum(1 for page in self._pages.values() if page.holds),
-            "bytes_used": sum(page.length for page in self._pages.values()),
-            "bytes_total": self._slab_bytes * self._ready_slabs,
-            "evictions": self.evictions,
-        }
+        return asdict(self.usage())
 
     def check(self) -> None:
         """Raises AssertionError unless every slot is free or one page's, and the indexes agree with the pages."""

@@ -201,11 +201,16 @@ class Store:
         return sorted(set(shards))
 
     async def _release(self, message: ReleaseShards) -> Message:
-        """Deletes only what still hangs on that lease: it may be somebody else's by now."""
+        """Deletes only the grants that are meant: a shard may be somebody else's by now, or granted anew."""
+        if message.revisions and len(message.revisions) != len(message.shards):
+            raise ProtocolError(f"{len(message.revisions)} revisions of {len(message.shards)} shards")
+        meant = dict(zip(message.shards, message.revisions, strict=False))  # none: any grant to that lease
         held = {each.key: each for each in (await self._kv.range(cluster.SHARDS))[1]}
         for shard in await self._known(message.shards):
             found = held.get(cluster.shard_key(shard))
-            if found is not None and found.lease_id == message.lease_id:
+            if found is None or found.lease_id != message.lease_id:
+                continue
+            if meant.get(shard, found.mod_revision) == found.mod_revision:
                 await self._kv.txn([Compare(found.key, found.mod_revision)], [Delete(found.key)])
         return Ok()
 

@@ -148,7 +148,8 @@ class FrameDecoder:
             header = self._header
             if header is None:
                 if size - at < HEADER_BYTES:
-                    check_magic(bytes(source[at : at + 8]))
+                    if at < size:
+                        check_magic(bytes(source[at : at + 8]))
                     break
                 header = decode_header(source, at)
                 if header.payload_bytes:

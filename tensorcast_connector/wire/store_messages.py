@@ -100,6 +100,8 @@ class ReleaseShards(Message):
 
     lease_id: int
     shards: list[int]
+    # Of the grants that end, one per shard: a later grant to the same lease stays.
+    revisions: list[int] = msgspec.field(default_factory=list)
 
 
 class PutReplica(Message):

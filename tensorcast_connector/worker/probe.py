@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tensorcast_connector.core.usage import MeteredSegments, Usage
+from tensorcast_connector.core.segments import Segments
+from tensorcast_connector.core.usage import Usage
 from tensorcast_connector.worker.arena import available_memory_bytes
 from tensorcast_connector.worker.pages import Pages
 from tensorcast_connector.worker.peers import Peers
@@ -95,7 +96,7 @@ class Probe:
 
     pages: Pages
     peers: Peers
-    segments: MeteredSegments
+    segments: Segments
     engines: Requests
     workers: Requests
     now: Callable[[], float]

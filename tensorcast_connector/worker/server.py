@@ -15,7 +15,7 @@ from tensorcast_connector.config import (
     parse_address,
     parse_roles,
 )
-from tensorcast_connector.core.usage import MeteredSegments
+from tensorcast_connector.core.segments import Segments
 from tensorcast_connector.errors import ConfigError
 from tensorcast_connector.net.transport import Listener, Network, Stream
 from tensorcast_connector.types import Address, WorkerId
@@ -96,7 +96,7 @@ async def start_worker(
     listen = parse_address(config.listen, "listen")
     socket = parse_address(f"unix:{config.socket.removeprefix('unix:')}", "socket")
     arena = Arena(config.arena_bytes, available_memory_bytes())
-    segments = MeteredSegments(config.arena_bytes, SLAB_BYTES, SLOT_ALIGN_BYTES, arena.allocated_bytes)
+    segments = Segments(config.arena_bytes, SLAB_BYTES, SLOT_ALIGN_BYTES, arena.allocated_bytes)
     recorder = Recorder(now, wall)
     pages = Pages(arena, segments, recorder.record)
     at_engines, at_workers = Requests(), Requests()

@@ -168,7 +168,7 @@ class EngineService:
     """
 
     server = "worker"
-    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(EngineRequest | GetSignals | GetStory)
+    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(EngineRequest)
 
     def __init__(
         self, server_id: str, arena: Arena, pages: Pages, peers: Peers, observer: Observer, requests: Requests

@@ -112,7 +112,9 @@ class AgainstModel(RuleBasedStateMachine):
         counts = self.segments.statistics()
         assert counts["pages"] == len(self.committed) and counts["pages_reserved"] == len(self.reserved)
         assert counts["pages_held"] == len(self.held())
-        assert counts["bytes_used"] == sum(end - start for start, end in self.ranges.values())
+        align = self.segments._slot_align_bytes
+        slots = [-(-(end - start) // align) * align for start, end in self.ranges.values()]
+        assert counts["bytes_used"] == sum(slots)
 
 
 TestAgainstModel = AgainstModel.TestCase

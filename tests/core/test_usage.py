@@ -4,12 +4,13 @@ import random
 
 import pytest
 
-from tensorcast_connector.core.usage import MeteredSegments, Usage
+from tensorcast_connector.core.segments import Segments
+from tensorcast_connector.core.usage import Usage
 
 SLOT = 64
 
 
-def counted(segments: MeteredSegments) -> Usage:
+def counted(segments: Segments) -> Usage:
     """The same by looking at each page."""
     pages = list(segments._pages.values())
     used = pinned = 0
@@ -26,7 +27,7 @@ def counted(segments: MeteredSegments) -> Usage:
 @pytest.mark.parametrize("seed", range(10))
 def test_usage_is_what_a_count_of_all_pages_gives(seed: int) -> None:
     chance = random.Random(seed)
-    segments = MeteredSegments(16_384, 4096, SLOT)
+    segments = Segments(16_384, 4096, SLOT)
     for step in range(300):
         key = bytes([chance.randrange(60)])
         kind = chance.randrange(6)
@@ -45,7 +46,7 @@ def test_usage_is_what_a_count_of_all_pages_gives(seed: int) -> None:
 
 
 def test_pressure_is_the_share_that_cannot_be_evicted() -> None:
-    segments = MeteredSegments(4096, 1024, SLOT)
+    segments = Segments(4096, 1024, SLOT)
     assert segments.usage().pressure == 0
     for key in (b"1", b"2"):
         segments.reserve("o", key, 1024)
@@ -54,4 +55,4 @@ def test_pressure_is_the_share_that_cannot_be_evicted() -> None:
     assert segments.usage().pressure == 0.25
     segments.hold("h", [b"1"])
     assert segments.usage().pressure == 0.5, "what is used"
-    assert MeteredSegments(4096, 1024, SLOT, ready_bytes=0).usage().pressure == 1, "no memory yet"
+    assert Segments(4096, 1024, SLOT, ready_bytes=0).usage().pressure == 1, "no memory yet"

@@ -137,6 +137,62 @@ async def test_the_server_gives_up_at_the_deadline(pair: Pair) -> None:
     await until(lambda: pair.service.cancelled == ["slow"])
 
 
+async def mute(received: list[tuple[Kind, int]], stream: Stream) -> None:
+    """A server that answers hello and nothing else."""
+    await rpc.accept(stream, "worker", "mute")
+    try:
+        while True:
+            kind, request_id, _ = await frame(stream)
+            received.append((kind, request_id))
+    except Unavailable:
+        pass
+
+
+async def test_every_call_has_its_own_deadline_whichever_began_first(place: Place) -> None:
+    received: list[tuple[Kind, int]] = []
+    listener = await place.network.listen(place.address, lambda stream: mute(received, stream))
+    client = RpcClient(place.network, listener.address, "engine", "e", random.Random(1))
+    client.start()
+    await client.wait_connected(T)
+
+    async def call(timeout_s: float) -> None:
+        with pytest.raises(DeadlineExceeded, match=f"did not answer within {timeout_s:g} s"):
+            await client.call(GetStatistics(), Statistics, timeout_s)
+
+    patient = asyncio.create_task(client.call(GetStatistics(), Statistics, 10 * T))
+    async with asyncio.timeout(T):
+        await call(0.01)
+        await asyncio.gather(*map(call, (0.03, 0.01, 0.02)))
+        await call(0.01)
+    assert not patient.done() and "1 pending" in repr(client)
+    requests = [request_id for kind, request_id in received if kind is Kind.REQUEST]
+    await until(lambda: [request_id for kind, request_id in received if kind is Kind.CANCEL][4:])
+    assert {request_id for kind, request_id in received if kind is Kind.CANCEL} == set(requests[1:6])
+    await client.close()
+    with pytest.raises(Unavailable):
+        await patient
+    await listener.close()
+
+
+async def test_calls_share_one_timer_and_leave_none(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    timers: list[asyncio.TimerHandle] = []
+    call_at = loop.call_at
+
+    def counted(*args: Any, **options: Any) -> asyncio.TimerHandle:
+        timers.append(call_at(*args, **options))
+        return timers[-1]
+
+    monkeypatch.setattr(loop, "call_at", counted)
+    client = await pair.connected()
+    before = len(timers)
+    for _ in range(100):
+        await client.call(GetStatistics(), Statistics, T)
+    assert len(timers) - before <= 3, "one for the calls, and the pings"
+    await client.close()
+    assert [timer for timer in timers if not timer.cancelled() and timer.when() > loop.time()] == []
+
+
 async def test_a_call_that_is_cancelled_is_cancelled_on_the_server(pair: Pair) -> None:
     client = await pair.connected()
     task = asyncio.create_task(client.call(lookup("gone"), LookupResult, T))

@@ -141,6 +141,34 @@ def test_a_header_is_refused_or_exact(data: bytes) -> None:
     assert HEADER.pack(MAGIC, 1, got.kind, got.body_bytes, got.request_id, got.timeout_ms, 0, got.payload_bytes) == data
 
 
+def test_the_memory_that_was_fed_may_be_reused_at_once() -> None:
+    decoder, memory = FrameDecoder(), bytearray(200)
+    one, two = encode_frame(Kind.REQUEST, 1, b"first"), encode_frame(Kind.REPLY, 2, b"second")
+
+    def feed(data: bytes) -> list[Frame]:
+        memory[: len(data)] = data
+        got = decoder.feed(memoryview(memory)[: len(data)])
+        memory[:] = b"x" * len(memory)
+        return got
+
+    got = feed(one + two[:10])
+    got += feed(two[10:35])
+    got += feed(two[35:] + one)
+    assert got == [Frame(Kind.REQUEST, 1, b"first"), Frame(Kind.REPLY, 2, b"second"), Frame(Kind.REQUEST, 1, b"first")]
+    assert decoder.empty
+
+
+def test_frames_that_arrive_whole_are_copied_once() -> None:
+    body = bytes(1 << 20)
+    data = encode_frame(Kind.REQUEST, 1, body)
+    tracemalloc.start()
+    try:
+        assert FrameDecoder().feed(data)[0].body == body
+        assert tracemalloc.get_traced_memory()[1] < 1.5 * len(body)
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_claimed_length_allocates_nothing() -> None:
     claimed = header(body=FRAME_BODY_BYTES_MAX)
     tracemalloc.start()
