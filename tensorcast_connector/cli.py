@@ -78,7 +78,7 @@ async def _start_store(stack: AsyncExitStack, config: StoreConfig, running: _Run
     kv = await _open_kv(stack, config)
     await ensure_incarnation(kv, int(time.time()))
     measured = MeasuredKv(kv, time.monotonic)
-    store = await open_store(measured, _where(config))
+    store = await open_store(measured, _where(config), config.shards)
     listener = await listen(SocketNetwork(), address, store)
     stack.push_async_callback(listener.close)
     running.stores.append((store, measured))
@@ -178,7 +178,7 @@ def _worker_config(args: argparse.Namespace, store: str | None, default_socket: 
 
 def _store_config(args: argparse.Namespace) -> StoreConfig:
     flags = {"listen": args.listen, "data_dir": args.data, "etcd": args.etcd, "etcd_prefix": args.etcd_prefix,
-             "metrics": args.metrics}  # fmt: skip
+             "metrics": args.metrics, "shards": getattr(args, "shards", None)}  # fmt: skip
     return config_from_file(StoreConfig, args.config or "", flags)
 
 
@@ -304,6 +304,9 @@ def _store_flags(store: argparse.ArgumentParser) -> None:
             sub.add_argument(flag, metavar=metavar, help=text, default=default)
 
     database(store, None)
+    store.add_argument(
+        "--shards", type=int, metavar="N", help="into how many shards the pages of a new cluster are cut"
+    )
     actions = store.add_subparsers(dest="action", metavar="backup | restore")
     text = (
         "Writes all that hangs on no lease to a file. A store on a folder must be stopped for it, one on etcd may run."

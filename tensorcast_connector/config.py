@@ -194,6 +194,7 @@ class StoreConfig:
     metrics: str = ""  # HOST:PORT for Prometheus, see docs/metrics.md; none unless told
     etcd: str = ""  # HOST:PORT of one member, or several with commas: the database is this etcd, and not a folder
     etcd_prefix: str = "tensorcast/"  # of every key there; several clusters can share an etcd
+    shards: int = 0  # into how many the pages of a new cluster are cut; 0: SHARDS, or what an existing one has
 
     def __post_init__(self) -> None:
         if not self.etcd:
@@ -246,6 +247,7 @@ class WorkerConfig:
 
 
 T = TypeVar("T")
+_EXPECTED: dict[str, tuple[type, str]] = {"arena_bytes": (int, 'a size, for example "4GiB"'), "shards": (int, "a number")}
 
 
 def config_from_file(kind: type[T], path: str, overrides: Mapping[str, Any]) -> T:
@@ -268,7 +270,7 @@ def config_from_file(kind: type[T], path: str, overrides: Mapping[str, Any]) -> 
             raise unknown_key(key, names, f"config file {path}")
         if key == "arena_bytes" and isinstance(value, str):
             value = raw[key] = parse_size(value, f"config file {path}: {key}")
-        expected, what = (int, 'a size, for example "4GiB"') if key == "arena_bytes" else (str, "text in quotes")
+        expected, what = _EXPECTED.get(key, (str, "text in quotes"))
         if not isinstance(value, expected) or isinstance(value, bool):
             raise ConfigError(f"config file {path}: {key}={value!r} should be {what}")
     return kind(**{**raw, **{key: value for key, value in overrides.items() if value is not None}})

@@ -255,3 +255,11 @@ def test_a_store_and_a_worker_apart_killed_and_started_again(tmp_path: Path, cap
         assert store.wait(10) == 0
     for line in (tmp_path / "log-store").read_text().splitlines():
         assert json.loads(line)["level"] in ("info", "warning")
+
+
+def test_the_number_of_shards_of_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    at = ["store", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "s")]
+    with running(tmp_path, *at, "--shards", "8"):
+        pass
+    assert main([*at, "--shards", "16"]) == 2
+    assert "shards=16: this cluster has 8 since it was made, and keeps them" in capsys.readouterr().err

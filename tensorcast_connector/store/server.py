@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tensorcast_connector.config import NAME_CHARS_MAX, SHARDS, WATCH_WAIT_S, parse_address
+from tensorcast_connector.config import NAME_CHARS_MAX, SHARDS, SHARDS_MAX, WATCH_WAIT_S, parse_address
 from tensorcast_connector.core import cluster
 from tensorcast_connector.core.cluster import CLUSTER, INCARNATION, SHARD_COUNT
 from tensorcast_connector.core.placement import valid_shard_count
@@ -60,17 +60,24 @@ def _check_id(text: str) -> None:
         raise ProtocolError(f"{text[:40]!r} is no id: 1 to {2 * NAME_CHARS_MAX} printable characters")
 
 
-async def prepare(kv: KvStore, shards: int = SHARDS) -> int:
+async def prepare(kv: KvStore, shards: int = 0) -> int:
     """Sets the number of shards of a new cluster; an existing one keeps its own. Returns the number.
 
+    Args:
+        shards: 0 for SHARDS, or for whatever an existing cluster has.
+
     Raises:
-        ConfigError: pages cannot be cut into so many shards.
+        ConfigError: pages cannot be cut into so many shards, or the cluster has another number.
     """
-    if not valid_shard_count(shards):
-        raise ConfigError(f"shards={shards}: a power of two from 1 to 256 is needed")
-    await kv.txn([Compare(SHARD_COUNT, 0)], [Put(SHARD_COUNT, b"%d" % shards)])
+    wanted = shards or SHARDS
+    if not valid_shard_count(wanted):
+        raise ConfigError(f"shards={shards}: a power of two from 1 to {SHARDS_MAX} is needed")
+    await kv.txn([Compare(SHARD_COUNT, 0)], [Put(SHARD_COUNT, b"%d" % wanted)])
     _, found = await kv.range(SHARD_COUNT)
-    return int(found[0].value)
+    count = int(found[0].value)
+    if shards and count != shards:
+        raise ConfigError(f"shards={shards}: this cluster has {count} since it was made, and keeps them")
+    return count
 
 
 class Store:
@@ -298,16 +305,12 @@ async def listen(network: Network, address: Address, store: Store) -> Listener:
     return await network.listen(address, on_stream)
 
 
-async def open_store(kv: KvStore, server_id: str, shards: int = SHARDS) -> Store:
+async def open_store(kv: KvStore, server_id: str, shards: int = 0) -> Store:
     """A store on `kv`. See `prepare` for `shards`."""
-    count = await prepare(kv, shards)
-    if count != shards:
-        logger.info("the cluster has %d shards", count)
+    await prepare(kv, shards)
     return Store(kv, server_id)
 
 
-async def serve_store(
-    network: Network, address: Address, kv: KvStore, server_id: str, shards: int = SHARDS
-) -> Listener:
+async def serve_store(network: Network, address: Address, kv: KvStore, server_id: str, shards: int = 0) -> Listener:
     """Opens a store and serves it at `address` until the listener is closed."""
     return await listen(network, address, await open_store(kv, server_id, shards))

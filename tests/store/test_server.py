@@ -466,8 +466,10 @@ async def test_a_database_without_its_incarnation_is_one_line(served: Served) ->
 async def test_the_number_of_shards_is_set_once(tmp_path: Path) -> None:
     kv = SqliteKv(tmp_path / "store" / "store.db", SettableClock())
     assert await prepare(kv, 16) == 16
-    assert await prepare(kv, 64) == 16 == await prepare(kv), "a cluster keeps its number"
-    for wrong in (0, -1, 3, 512):
+    assert await prepare(kv, 16) == 16 == await prepare(kv), "a cluster keeps its number"
+    with pytest.raises(ConfigError, match="shards=64: this cluster has 16 since it was made, and keeps them"):
+        await prepare(kv, 64)
+    for wrong in (-1, 3, 512):
         with pytest.raises(ConfigError, match=rf"shards={wrong}: a power of two from 1 to 256 is needed"):
             await prepare(kv, wrong)
     await kv.close()
