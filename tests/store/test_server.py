@@ -502,7 +502,7 @@ async def test_requests_of_the_first_version_still_work(served: Served) -> None:
 
 async def test_over_a_network_errors_are_the_same_and_connections_hold_nothing(served: Served) -> None:
     network = FakeNetwork(random.Random(1))
-    listener = await serve_store(network, Address("tcp", host="s", port=0), served.kv, "store", 16)
+    listener = await serve_store(network, Address("tcp", host="s", port=0), served.kv, "store")
     client = RpcClient(network, listener.address, "worker", "a/1", random.Random(1))
     client.start()
     await client.wait_connected(5)
