@@ -7,7 +7,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import xxhash
@@ -60,10 +60,8 @@ class Host:
         futures = [self._attachment.lookup(f"l{at}", [SPACE], [each], 2.0) for at, each in enumerate(hashes)]
         total = 0
         for future in futures:
-            try:
+            with suppress(TensorcastError):
                 total += future.result(5).blocks
-            except TensorcastError:
-                pass
         self._attachment.release([f"l{at}" for at in range(len(hashes))])
         return total
 

@@ -4,12 +4,11 @@ The former version is the commit named in `PREVIOUS`, the last one with the prot
 from the repository's history and run as programs of their own.
 """
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,5 +158,7 @@ def test_a_version_from_the_future_is_refused_with_one_line(cluster: Cluster) ->
         "asyncio.run(main())\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    expected = f"protocol versions 98-99 of 'x' and {PROTOCOL_VERSION_MIN}-{PROTOCOL_VERSION} of this store do not overlap"
+    expected = (
+        f"protocol versions 98-99 of 'x' and {PROTOCOL_VERSION_MIN}-{PROTOCOL_VERSION} of this store do not overlap"
+    )
     assert expected in done.stdout and done.stderr == ""
