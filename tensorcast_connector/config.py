@@ -247,7 +247,10 @@ class WorkerConfig:
 
 
 T = TypeVar("T")
-_EXPECTED: dict[str, tuple[type, str]] = {"arena_bytes": (int, 'a size, for example "4GiB"'), "shards": (int, "a number")}
+_EXPECTED: dict[str, tuple[type, str]] = {
+    "arena_bytes": (int, 'a size, for example "4GiB"'),
+    "shards": (int, "a number"),
+}
 
 
 def config_from_file(kind: type[T], path: str, overrides: Mapping[str, Any]) -> T:

@@ -12,7 +12,7 @@ import mmap
 import os
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -67,12 +67,14 @@ class Attachment:
         self._name = name
         self._instance = instance
         self._mapping: Mapping | None = None
+        self._writers = 0  # threads that are writing into reserved memory just now
+        self._lock = threading.Lock()  # of these two: the mapping, and its writers
         self._warned = False
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._client = RpcClient(
             network, worker, "engine", name, random.Random(),
-            on_connected=self._on_connected, on_disconnected=self._on_disconnected,
+            on_connected=self._on_connected, on_disconnected=self._on_disconnected, settle=self._settle,
         )  # fmt: skip
         self._thread = threading.Thread(target=self._run, name="tensorcast", daemon=True)
         self._thread.start()
@@ -96,6 +98,8 @@ class Attachment:
         try:
             await self._stop.wait()
         finally:
+            self._forget_mapping()
+            await self._settle()
             await self._client.close()
 
     def _warn_if_never_connected(self) -> None:
@@ -119,8 +123,17 @@ class Attachment:
         self._warned = False
         logger.info("attached to worker %s, arena of %d MiB", info.worker_id, info.arena_bytes >> 20)
 
+    def _forget_mapping(self) -> None:
+        with self._lock:
+            self._mapping = None
+
+    async def _settle(self) -> None:
+        """Until nobody writes any more: the worker gives reserved memory to others once the socket is closed."""
+        while self._writers:  # noqa: ASYNC110 - other threads, and one page's copy at most
+            await asyncio.sleep(0.0005)
+
     def _on_disconnected(self, error: TensorcastError) -> None:
-        self._mapping = None
+        self._forget_mapping()
         if not self._warned and not self._stop.is_set():
             self._warned = True
             logger.warning("lost the worker (%s); serving without the pool until it is back", error)
@@ -145,6 +158,23 @@ class Attachment:
     def still_holds(self, mapping: Mapping) -> bool:
         """Whether the connection that `mapping` came with is up; if not, nothing is held or reserved for us any more."""
         return self._mapping is mapping
+
+    @contextlib.contextmanager
+    def writing(self, mapping: Mapping) -> Iterator[None]:
+        """Around every copy into reserved memory. However the connection ends, its socket is closed after the copy.
+
+        Raises:
+            Unavailable: the connection that `mapping` came with is lost; what was reserved may be somebody else's.
+        """
+        with self._lock:
+            if self._mapping is not mapping:
+                raise Unavailable("lost the worker while pages were copied")
+            self._writers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._writers -= 1
 
     def describe(self, instance: AttachInstance) -> None:
         """Changes what is listed about this engine, now and at every reconnect."""

@@ -158,7 +158,7 @@ class Catalog:
 
     def statistics(self) -> dict[str, int]:
         """Counts for people and metrics."""
-        return {"catalog_pages": self.pages, "catalog_workers": len(self._senders), "shards_held": len(self.held)}
+        return {"catalog_pages": self.pages, "catalog_workers": len(self._senders)}
 
     def holdings(self) -> dict[int, dict[WorkerId, set[bytes]]]:
         """Everything that is listed, for tests and for people: per held shard and worker the keys."""

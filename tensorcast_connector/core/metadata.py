@@ -95,10 +95,11 @@ class Metadata:
         calls += [PeerCall(home, report, STORE_TIMEOUT_S) for home, report in self.reporter.poll(now)]
         for worker, at in self._ask_times().items():
             if at <= now:
-                grants = [(shard, *self.catalog.held[shard]) for shard in sorted(self.catalog.missing(worker))]
                 self._ask_at[worker] = now + ASK_INVENTORY_INTERVAL_S
-                self._asked[worker] = PeerCall(worker, AskInventory(self.worker_id, grants), STORE_TIMEOUT_S)
-                calls.append(self._asked[worker])
+                missing, ours = self.catalog.missing(worker), self._ours()
+                if grants := [(shard, *ours[shard]) for shard in sorted(missing.intersection(ours))]:
+                    self._asked[worker] = PeerCall(worker, AskInventory(self.worker_id, grants), STORE_TIMEOUT_S)
+                    calls.append(self._asked[worker])
         return calls
 
     def wake_at(self) -> float:
@@ -162,9 +163,14 @@ class Metadata:
         self._ask_at = {worker: at for worker, at in self._ask_at.items() if worker in view.workers}
 
     def _hold(self) -> None:
-        """What the leases say is ours, unless somebody has shown a higher token for it."""
+        """A home keeps its index of a shard until somebody shows a higher token, also when its lease has ended or is given
+        back: nobody else can be asked until then. Registrations need the lease, see `_report`."""
+        self.catalog.hold(self.homes.of(self.worker_id))
+
+    def _ours(self) -> dict[int, Token]:
+        """The shards that this worker is the home of, by lease and undisputed."""
         token = self.homes.token
-        self.catalog.hold({shard: mine for shard, mine in self.leases.held.items() if token(shard) == mine})
+        return {shard: mine for shard, mine in self.leases.held.items() if token(shard) == mine}
 
     def changed(self, keys: Iterable[bytes]) -> None:
         """Pages were saved, fetched or evicted here."""
@@ -193,7 +199,7 @@ class Metadata:
         if worker not in self.view.workers and worker != self.worker_id:
             raise Unavailable(f"{worker} is not known here yet")
         self._hold()  # a redirect of a lookup may just have shown a higher token
-        held = self.catalog.held if self.leases.may_write(now) else {}
+        held = self._ours() if self.leases.may_write(now) else {}
         mine = [shard for shard, *token in message.shards if held.get(shard) == tuple(token)]
         refused = {shard for shard, *_ in message.shards}.difference(mine)
         unknown = self.catalog.report(
@@ -203,6 +209,8 @@ class Metadata:
 
     def _ask(self, message: AskInventory) -> Fenced:
         home = WorkerId(message.home)
+        if home not in self.view.workers:
+            raise Unavailable(f"{home} is not known here yet")
         current: list[int] = []
         outdated: list[int] = []
         for shard, incarnation, revision in message.shards:
@@ -220,6 +228,7 @@ class Metadata:
         """Counts for people and metrics."""
         return {
             **self.catalog.statistics(),
+            "shards_held": len(self._ours()),
             "workers": len(self.view.workers),
             "shards": self.view.shard_count,
             "shards_without_home": self.view.shard_count - len(self.view.shards),

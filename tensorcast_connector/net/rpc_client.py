@@ -1,6 +1,7 @@
 """Requests and replies over a Stream, the client's side: a connection that keeps itself alive."""
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
@@ -48,7 +49,9 @@ class RpcClient:
         role, name: who calls, for the hello.
         chance: spreads the reconnects of many clients.
         on_connected: what has to happen before the first calls; may call. If it fails the connection is given up.
-        on_disconnected: the connection that had been up is lost.
+        on_disconnected: the connection that had been up is lost; calls fail from now on.
+        settle: what has to end before the socket is closed after that, so that the server does not yet take its end for
+            the end of what this side does with what it holds there.
     """
 
     def __init__(
@@ -60,12 +63,14 @@ class RpcClient:
         chance: random.Random,
         on_connected: Callable[["RpcClient"], Awaitable[None]] | None = None,
         on_disconnected: Callable[[TensorcastError], None] | None = None,
+        settle: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._network = network
         self._hello = Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION, role, name)
         self._chance = chance
         self._on_connected = on_connected
         self._on_disconnected = on_disconnected
+        self._settle = settle
         self._stream: Stream | None = None  # set once the server has answered the hello
         self._pending: dict[int, tuple[_Answer, float]] = {}  # by request id, and when it is given up (loop's time)
         # One timer for all calls, since one for each would cost more than the call: at the earliest time in `_pending`.
@@ -83,6 +88,7 @@ class RpcClient:
         self.connected = False
         self._heard_s = 0.0
         self._given_up: Unavailable | None = None
+        self._leave = asyncio.Event()  # the connection is given up
 
     def __repr__(self) -> str:
         return f"<RpcClient {self.address} {'connected' if self.connected else 'down'}, {len(self._pending)} pending>"
@@ -113,7 +119,7 @@ class RpcClient:
         """The server answers, but cannot serve: goes on to the next address, if there is one."""
         if len(self._addresses) > 1 and self._stream is not None:
             self._given_up = error
-            self._stream.close()
+            self._leave.set()
 
     async def close(self) -> None:
         """Ends the connection; pending calls fail with Unavailable."""
@@ -187,13 +193,13 @@ class RpcClient:
         try:
             while True:
                 try:
-                    error = await self._connect_once()
+                    await self._connect_once()
+                    delay_s = RECONNECT_DELAY_MIN_S  # it had been up
                 except TensorcastError as why:
-                    error = why
+                    self._down(why)
                 except Exception as why:
                     logger.exception("connection to %s failed", self.address)
-                    error = Unavailable(f"{self.address}: {why}")
-                delay_s = RECONNECT_DELAY_MIN_S if self._down(error) else delay_s
+                    self._down(Unavailable(f"{self.address}: {why}"))
                 self._addresses.append(self._addresses.pop(0))
                 self.address = self._addresses[0]
                 await asyncio.sleep(delay_s * self._chance.uniform(0.5, 1.0))
@@ -202,10 +208,16 @@ class RpcClient:
             self._down(Unavailable(f"the client of {self.address} was closed"))
             self._set_alarm(math.inf)
 
-    async def _connect_once(self) -> TensorcastError:
-        """One connection from its beginning to its end; returns why it ended."""
+    async def _connect_once(self) -> None:
+        """One connection from its beginning to its end.
+
+        Raises:
+            TensorcastError: it has never been up; says why.
+        """
         stream = await self._network.dial(self.address, CONNECT_TIMEOUT_S)
-        reading = asyncio.get_running_loop().create_task(self._read(stream))
+        loop = asyncio.get_running_loop()
+        reading = loop.create_task(self._read(stream))
+        watching: asyncio.Task[TensorcastError] | None = None
         try:
             greeting = await self._exchange(stream, self._hello, Welcome, HELLO_TIMEOUT_S)
             self.server_id, self.version = greeting.server_id, greeting.version
@@ -215,25 +227,27 @@ class RpcClient:
             if not reading.done():
                 self.connected = True
                 self._changed.set()
-            watching = asyncio.get_running_loop().create_task(self._watch(stream))
-            try:
-                return await reading
-            finally:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
+            watching = loop.create_task(self._watch(stream))
+            ended, _ = await asyncio.wait({reading, watching}, return_when=asyncio.FIRST_COMPLETED)
+            self._down(reading.result() if reading in ended else watching.result())
+            if self._settle is not None:
+                await self._settle()
         except Unavailable:
             if reading.done() and not reading.cancelled():
-                return reading.result()  # the reason behind it
+                raise reading.result() from None  # the reason behind it
             raise
         finally:
             stream.close()
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            tasks = [task for task in (reading, watching) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, stream: Stream) -> TensorcastError:
         """Hands replies to those who wait for them, until the connection ends; returns why."""
         decoder = FrameDecoder()
         self._given_up = None
+        self._leave.clear()
         error: TensorcastError = Unavailable(f"{self.address} closed the connection")
         try:
             while data := await stream.receive():
@@ -245,37 +259,38 @@ class RpcClient:
                     if waiting is not None and not waiting[0].done():
                         waiting[0].set_result(frame)
         except TensorcastError as why:
-            error = self._given_up or why
+            error = why
         self._fail_pending(error)
         return error
 
-    async def _watch(self, stream: Stream) -> None:
-        """Gives the connection up when the other side is silent: stopped, or gone without the kernel telling us."""
+    async def _watch(self, stream: Stream) -> TensorcastError:
+        """Returns when the connection is to be given up: another address is tried, or the other side is silent, because it
+        is stopped, or gone without the kernel telling us."""
         loop = asyncio.get_running_loop()
         self._heard_s = loop.time()
-        while True:
-            await asyncio.sleep(PING_INTERVAL_S)
+        while self._given_up is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PING_INTERVAL_S):
+                    await self._leave.wait()
             if loop.time() - self._heard_s >= SILENCE_MAX_S:
                 await asyncio.sleep(PING_INTERVAL_S / 10)  # if it was we who stood still, the answers are read now
             if (silent_s := loop.time() - self._heard_s) >= SILENCE_MAX_S:
-                self._given_up = Unavailable(f"{self.address} has been silent for {silent_s:.0f} s")
-                stream.close()
-                return
+                return Unavailable(f"{self.address} has been silent for {silent_s:.0f} s")
             request_id = self._next_id
             self._next_id += 1
             stream.write(encode_frame(Kind.REQUEST, request_id, encode(Ping())))
+        return self._given_up
 
     def _fail_pending(self, error: TensorcastError) -> None:
         for future, _ in self._pending.values():
             if not future.done():
                 future.set_result(error)
 
-    def _down(self, error: TensorcastError) -> bool:
-        """The connection has ended; whether it had been up."""
+    def _down(self, error: TensorcastError) -> None:
+        """The connection has ended, or never came about."""
         was_connected, self.connected, self._stream, self.error = self.connected, False, None, error
         self._failures += 1
         self._fail_pending(error)
         self._changed.set()
         if was_connected and self._on_disconnected is not None:
             self._on_disconnected(error)
-        return was_connected

@@ -65,8 +65,19 @@ from tensorcast_connector.wire.store_messages import (
 T = TypeVar("T")
 
 EngineRequest = (
-    Hello | Ping | GetStatistics | GetSignals | GetStory | MapArena | AttachInstance | Lookup | Release | Acquire | Reserve
-    | Commit | Abort
+    Hello
+    | Ping
+    | GetStatistics
+    | GetSignals
+    | GetStory
+    | MapArena
+    | AttachInstance
+    | Lookup
+    | Release
+    | Acquire
+    | Reserve
+    | Commit
+    | Abort
 )
 PeerRequest = (
     Hello | Ping | GetStatistics | FindPages | ReportPages | AskInventory | Fetch | GetSignals | GetStory

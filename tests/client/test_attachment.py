@@ -414,3 +414,38 @@ def test_a_worker_that_is_stopped_but_not_dead_is_given_up_and_found_again(
     until_blocking(lambda: one.connected)
     assert caplog.text.count("lost the worker") == 1
     assert save(one) == len(KEYS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["given up", "closed"])
+def test_what_is_being_written_belongs_to_nobody_else_however_the_connection_ends(
+    host: Host, attach: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The engine's thread stands still in the middle of a copy into reserved memory."""
+    monkeypatch.setattr(rpc_client, "PING_INTERVAL_S", 0.02)
+    monkeypatch.setattr(rpc_client, "SILENCE_MAX_S", 0.1)
+    worker = host.start()
+    one, other = attach(), attach()
+    mapping = one.mapping
+    one.reserve(SPACE, KEYS, PAGE, mapping)
+    reserved = worker.pages.statistics
+    closing = threading.Thread(target=one.close)
+    with one.writing(mapping):
+        if how == "closed":
+            closing.start()
+            until_blocking(lambda: not one.connected)
+        else:
+            stopped = threading.Event()
+            host.loop.call_soon_threadsafe(stopped.wait, 5)
+            until_blocking(lambda: not one.connected)
+            stopped.set()
+        with pytest.raises(Unavailable, match="lost the worker"), one.writing(mapping):
+            pass
+        until_blocking(lambda: other.connected)
+        for _ in range(20):
+            assert other.statistics()["pages_reserved"] == len(KEYS)
+        assert other.reserve(SPACE, KEYS, PAGE, other.mapping) == [None] * len(KEYS)
+    until_blocking(lambda: reserved()["pages_reserved"] == 0)
+    assert save(other) == len(KEYS)
+    if how == "closed":
+        closing.join()

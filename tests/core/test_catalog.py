@@ -49,7 +49,7 @@ def test_what_is_reported_is_found_until_it_is_removed() -> None:
     assert home.where(*K) == [{A}, set(), {A}, set()]
     assert home.catalog.pages == 2
     assert repr(home.catalog) == "<Catalog 2 pages of 2 workers in 4 shards>"
-    assert home.catalog.statistics() == {"catalog_pages": 2, "catalog_workers": 2, "shards_held": 4}
+    assert home.catalog.statistics() == {"catalog_pages": 2, "catalog_workers": 2}
 
 
 def test_saying_the_same_twice_changes_nothing() -> None:

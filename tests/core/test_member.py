@@ -350,12 +350,12 @@ def test_a_better_home_is_given_its_shards() -> None:
         assert renew.message == KeepAlive(LEASE)
         talk.answer(renew, Alive(100))
     release = talk.says()
-    assert release.message == ReleaseShards(LEASE, better)
+    assert release.message == ReleaseShards(LEASE, better, [50] * len(better))
     assert set(talk.leases.held) == set(range(SHARDS)) - set(better), "at once, whatever becomes of the message"
     talk.fail(release, DeadlineExceeded("late"))
     renew = talk.says(CLAIM_RETRY_S)
     talk.answer(renew, Alive(100))
-    assert talk.says().message == ReleaseShards(LEASE, better), "told again"
+    assert talk.says().message == ReleaseShards(LEASE, better, [50] * len(better)), "told again"
     talk.answer(watch, delta(deleted=[shard_key(shard) for shard in better], revision=150))
     assert set(talk.leases.held) == set(range(SHARDS)) - set(better)
 

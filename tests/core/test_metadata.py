@@ -14,7 +14,7 @@ from tensorcast_connector.core.cluster import worker_key
 from tensorcast_connector.core.member import StoreCall
 from tensorcast_connector.core.metadata import ANSWERS, Metadata, PeerCall
 from tensorcast_connector.errors import NotFound, ProtocolError, TensorcastError, Unavailable
-from tensorcast_connector.types import WorkerId
+from tensorcast_connector.types import Token, WorkerId
 from tensorcast_connector.wire.codec import unpack_indexes
 from tensorcast_connector.wire.messages import (
     AskInventory,
@@ -238,20 +238,33 @@ def test_a_home_takes_no_reports_once_its_lease_could_have_ended_but_answers_loo
     assert home.report(B, 4, {0: 10}, key(0, 2)).moved == [], "renewed"
 
 
-def test_a_home_whose_lease_is_lost_is_none_at_once(home: Plane) -> None:
+def test_a_home_whose_lease_is_lost_takes_no_report_and_answers_lookups_until_another_is_known(home: Plane) -> None:
     home.report(B, 1, {0: 10}, K[0])
     [renew] = [call for call in home.metadata.poll(home.now + HEARTBEAT_INTERVAL_S) if isinstance(call, StoreCall)]
     home.metadata.failed(renew, NotFound("lease 101 has expired"), home.now)
-    assert home.find(K[0], shards=(0,)) == ([set()], {0: (10, A)})
+    assert home.find(K[0], shards=(0,)) == ([{B}], {})
     assert home.report(B, 2, {0: 10}, K[0]).moved == [(0, 1, 10, A)]
+    assert home.metadata.statistics()["shards_held"] == 0 and not asks(home.poll(after_s=ASK_INVENTORY_INTERVAL_S))
+    home.metadata.homes.observe(0, Token(1, 20), B)
+    home.poll()
+    assert home.find(K[0], shards=(0,)) == ([set()], {0: (20, B)})
 
 
-def test_handing_over_ends_being_the_home_at_once(home: Plane) -> None:
+def test_handing_over_ends_taking_reports_at_once_and_lookups_with_the_next_home(home: Plane) -> None:
     home.report(B, 1, {0: 10}, K[0])
     home.metadata.leases.given_back([0], home.now)
     home.poll()
-    assert home.find(K[0], shards=(0, 1)) == ([set()], {0: (10, A)})
+    assert home.find(K[0], shards=(0, 1)) == ([{B}], {})
     assert home.report(B, 2, {0: 10}, K[0]).moved == [(0, 1, 10, A)]
+    home.metadata.homes.observe(0, Token(1, 20), B)
+    home.poll()
+    assert home.find(K[0], shards=(0, 1)) == ([set()], {0: (20, B)})
+
+
+def test_a_stranger_cannot_ask_for_inventories(home: Plane) -> None:
+    with pytest.raises(Unavailable, match="x/1 is not known here yet"):
+        home.metadata.serve(AskInventory("x/1", [(0, 1, 99)]), home.now)
+    assert home.metadata.homes.home(0) == A
 
 
 # --- asking for inventories ---

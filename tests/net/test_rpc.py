@@ -160,14 +160,14 @@ async def test_every_call_has_its_own_deadline_whichever_began_first(place: Plac
             await client.call(GetStatistics(), Statistics, timeout_s)
 
     patient = asyncio.create_task(client.call(GetStatistics(), Statistics, 10 * T))
+    await until(lambda: received)
     async with asyncio.timeout(T):
         await call(0.01)
         await asyncio.gather(*map(call, (0.03, 0.01, 0.02)))
         await call(0.01)
     assert not patient.done() and "1 pending" in repr(client)
     await until(lambda: len([kind for kind, _ in received if kind is Kind.CANCEL]) == 5)
-    requests = [request_id for kind, request_id in received if kind is Kind.REQUEST]
-    assert requests[0] not in [request_id for kind, request_id in received if kind is Kind.CANCEL]
+    assert received[0] == (Kind.REQUEST, 2) and (Kind.CANCEL, 2) not in received
     await client.close()
     with pytest.raises(Unavailable):
         await patient

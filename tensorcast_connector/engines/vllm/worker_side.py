@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import xxhash
@@ -31,6 +32,9 @@ class Worker(Protocol):
         """See Attachment."""
 
     def still_holds(self, mapping: Mapping) -> bool:
+        """See Attachment."""
+
+    def writing(self, mapping: Mapping) -> AbstractContextManager[None]:
         """See Attachment."""
 
     def acquire(self, hold_id: str, keyspace: bytes, hashes: Sequence[bytes], mapping: Mapping) -> list[memoryview]:
@@ -167,9 +171,8 @@ class WorkerSide:
         try:
             for block_id, slot in zip(job.block_ids, slots, strict=True):
                 if slot is not None:
-                    if not self._worker.still_holds(mapping):
-                        raise Unavailable("lost the worker while pages were copied")
-                    copier.save(block_id, slot)
+                    with self._worker.writing(mapping):
+                        copier.save(block_id, slot)
                     digests.append(xxhash.xxh3_64_intdigest(slot))
         except BaseException:
             self._worker.abort(keyspace, reserved)

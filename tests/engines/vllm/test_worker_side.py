@@ -1,7 +1,8 @@
 """A rank without an engine: every job ends, whatever happens to the worker."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import xxhash
@@ -46,6 +47,12 @@ class FakeWorker:
 
     def still_holds(self, mapping: Mapping) -> bool:
         return mapping is self.mapping
+
+    @contextmanager
+    def writing(self, mapping: Mapping) -> Iterator[None]:
+        if mapping is not self.mapping:
+            raise Unavailable("lost the worker while pages were copied")
+        yield
 
     def acquire(self, hold_id: str, keyspace: bytes, hashes: Sequence[bytes], mapping: Mapping) -> list[memoryview]:
         self.fail()
