@@ -1,0 +1,62 @@
+"""The command behind `scripts/bench`."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from demo.processes import terminated_as_exit
+from rich.console import Console
+
+from benchmarks import metadata
+from benchmarks.face import BenchError, Row, show
+
+Say = Callable[[str], None]
+Run = Callable[[bool, bool, Say], list[Row]]
+"""(quick, install peers, progress) -> rows"""
+
+
+def _metadata(quick: bool, install_peers: bool, say: Say) -> list[Row]:
+    return metadata.run(metadata.QUICK if quick else metadata.FULL, install_peers, say)
+
+
+BENCHMARKS: dict[str, Run] = {"metadata": _metadata}
+"""Every NAME, one module each."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one benchmark: 0 when every row holds, 1 when one does not, 2 when it cannot run, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench",
+        description="Figures of this project beside those of its peers and what the machine can do, measured in one go.",
+        epilog="Exit status: 0 when every row holds, 1 when one does not, 2 when the benchmark cannot run here.",
+    )
+    parser.add_argument("name", metavar="NAME", choices=sorted(BENCHMARKS), help=", ".join(sorted(BENCHMARKS)))
+    parser.add_argument("--json", action="store_true", help="one line of JSON per row instead of a table")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter runs, in less than a minute")
+    parser.add_argument(
+        "--install-peers", action="store_true", help="install a peer's Debian package that is missing (as root)"
+    )
+    args = parser.parse_args(argv)
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+
+    def say(text: str) -> None:
+        print(f"bench: {text}", file=sys.stderr, flush=True)
+
+    try:
+        with terminated_as_exit():
+            rows = BENCHMARKS[args.name](args.quick, args.install_peers, say)
+    except BenchError as error:
+        say(str(error))
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    if args.json:
+        for row in rows:
+            print(row.line())
+    else:
+        show(rows, console)
+    return 0 if all(row.holds for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

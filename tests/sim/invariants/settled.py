@@ -1,0 +1,101 @@
+"""After the faults have ended and some time has passed, everything agrees. Not an event's invariant: asked at the end."""
+
+from typing import Any
+
+from tensorcast_connector.core.leases import SHARD_HOME
+from tensorcast_connector.core.placement import shard_of
+
+
+def unsettled(world: Any) -> str:
+    """What does not agree yet; empty if everything does."""
+    store = world.processes.get("store")
+    workers = {name: each for name, each in world.processes.items() if hasattr(each, "metadata")}
+    for problem in (_views(store, workers), _homes(store, workers), _catalogs(workers), _leaks(workers)):
+        if problem:
+            return problem
+    return ""
+
+
+def _views(store: Any, workers: dict[str, Any]) -> str:
+    """Every worker knows what the store has, and the store what the workers have listed."""
+    snapshot = store.read()
+    keys = {key for key in snapshot.rows if key.startswith("cluster/")}
+    listed = {key.split("/", 2)[2] for key in keys if key.startswith("cluster/workers/")}
+    if listed != set(workers):
+        return f"the store lists {sorted(listed)}, and {sorted(workers)} are there"
+    instances = {key.split("/", 2)[2] for key in keys if key.startswith("cluster/instances/")}
+    attached = {each for worker in workers.values() for each in worker.instances()}
+    if instances != attached:
+        return f"the store lists the engines {sorted(instances)}, and {sorted(attached)} are attached"
+    replicas = {key for key in keys if key.startswith("cluster/replicas/")}
+    copies = {f"cluster/replicas/{each}/{name}" for name, worker in workers.items() for each in worker.artifacts}
+    if replicas != copies:
+        return f"the store lists the copies {sorted(replicas)}, and {sorted(copies)} are there"
+    for name, worker in workers.items():
+        view = worker.metadata.view
+        if (view.incarnation, view.revision) != (snapshot.incarnation, snapshot.revision):
+            return f"{name} is at {view.incarnation}/{view.revision}, not {snapshot.incarnation}/{snapshot.revision}"
+        if set(view.workers) != listed or set(view.instances) != instances:
+            return f"{name} knows {sorted(view.workers)} and {sorted(view.instances)}"
+        if {f"cluster/replicas/{each}/{who}" for each, by in view.replicas.items() for who in by} != replicas:
+            return f"{name} knows other copies than the store"
+        holders = {shard: (holder.token, holder.worker_id) for shard, holder in view.shards.items()}
+        if holders != snapshot.shards():
+            return f"{name} knows the homes {holders}, the store {snapshot.shards()}"
+    return ""
+
+
+def _homes(store: Any, workers: dict[str, Any]) -> str:
+    """Every shard has one live home, which knows it, and everybody sends questions there."""
+    homes = {name for name, each in workers.items() if SHARD_HOME in each.roles}
+    shards = store.read().shards()
+    for shard in range(store.shards if homes else 0):
+        token, holder = shards.get(shard, (None, None))
+        if holder not in homes:
+            return f"shard {shard} is with {holder}"
+        metadata = workers[holder].metadata
+        if metadata.leases.held.get(shard) != token or not metadata.leases.may_write(workers[holder].clock()):
+            return f"{holder} does not know that it has shard {shard}"
+        for name, worker in workers.items():
+            if worker.metadata.homes.home(shard) != holder or worker.metadata.homes.token(shard) != token:
+                return f"{name} asks {worker.metadata.homes.home(shard)} for shard {shard}, and {holder} has it"
+    return ""
+
+
+def _catalogs(workers: dict[str, Any]) -> str:
+    """Every home lists for its shards exactly what is where."""
+    for name, home in workers.items():
+        for shard, listed in home.metadata.catalog.holdings().items():
+            count = home.metadata.homes.shards
+            there = {
+                other: {key for key in worker.pages.inventory() if shard_of(key, count) == shard}
+                for other, worker in workers.items()
+            }
+            if listed != there:
+                return f"{name} lists {_counts(listed)} of shard {shard}, and there are {_counts(there)}"
+    return ""
+
+
+def _counts(pages: dict[str, set[bytes]]) -> str:
+    return ", ".join(
+        f"{worker}: {' '.join(sorted(key[:1].decode() + str(key[-1]) for key in keys))}"
+        for worker, keys in sorted(pages.items())
+    )
+
+
+def _leaks(workers: dict[str, Any]) -> str:
+    """Engines are idle and fetches are over: nothing is reserved or held."""
+    for name, worker in workers.items():
+        worker.segments.check()
+        counts = worker.pages.statistics()
+        if counts["pages_reserved"] or counts["pages_held"]:
+            return f"{name} still has {counts['pages_reserved']} pages reserved and {counts['pages_held']} held"
+        if any(each.held or each.reserved for each in worker.sessions.values()):
+            return f"{name} still has connections with holds or reservations"
+    return ""
+
+
+def expected_holders(world: Any, keys: list[bytes]) -> list[set[str]]:
+    """Where each page can be read: what every lookup should find."""
+    workers = [each for each in world.processes.values() if hasattr(each, "metadata")]
+    return [{each.name for each in workers if each.segments.resident(key)} for key in keys]
