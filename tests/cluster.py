@@ -259,6 +259,9 @@ class Cluster:
                 return f"{worker.worker_id} is not connected to everybody"
             if (known := {shard: holder.worker_id for shard, holder in view.shards.items()}) != best:
                 return f"{worker.worker_id} sees shards at {known} instead of {best}"
+            leases = {each.worker_id: plane(each).member.lease_id for each in self.workers}
+            if former := {shard for shard, each in view.shards.items() if each.lease_id != leases[each.worker_id]}:
+                return f"{worker.worker_id} sees shards {sorted(former)} under leases that have ended"
             if set(mine.catalog.held) != {shard for shard, home in best.items() if home == worker.worker_id}:
                 return f"{worker.worker_id} holds {sorted(mine.catalog.held)}"
             if {shard: mine.homes.home(shard) for shard in best} != best:

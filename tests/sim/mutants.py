@@ -327,7 +327,7 @@ MUTANTS = [
     Mutant(_keepalive_counts_from_its_reply, 441, "are both the home"),
     Mutant(_clock_drift_ignored, 190, "are both the home"),
     Mutant(_given_back_but_still_served, 2, "are both the home|takes shard"),
-    Mutant(_woken_for_nothing, 0, "nothing to do"),
+    Mutant(_woken_for_nothing, 64, "nothing to do"),
     Mutant(_takeover_without_inventory, 6, "not settled .* lists"),
     Mutant(_late_report_accepted, 13, "not settled .* lists"),
     Mutant(_failed_report_forgotten, 13, "not settled .* lists"),

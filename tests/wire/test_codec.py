@@ -65,7 +65,7 @@ LAYOUT: dict[str, tuple[Message, list[object]]] = {
     "AskInventory": (AskInventory("a/1", [(1, 7, 9)]), ["a/1", [[1, 7, 9]]]),
     "Fenced": (Fenced([(1, 7, 9, "b/1")]), [[[1, 7, 9, "b/1"]]]),
     "ClaimShards": (ClaimShards("a/1", 5, [1, 2]), ["a/1", 5, [1, 2]]),
-    "ReleaseShards": (ReleaseShards(5, [1, 2]), [5, [1, 2]]),
+    "ReleaseShards": (ReleaseShards(5, [1, 2], [7, 8]), [5, [1, 2], [7, 8]]),
     "PutReplica": (
         PutReplica(ReplicaRecord("m", "a/1", "disk", 9), 5),
         [{"artifact_id": "m", "worker_id": "a/1", "tier": "disk", "bytes": 9}, 5]),
