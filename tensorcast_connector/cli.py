@@ -28,7 +28,8 @@ from tensorcast_connector.config import (
     parse_size,
 )
 from tensorcast_connector.errors import ConfigError, TensorcastError
-from tensorcast_connector.net.sockets import SocketNetwork, private_directory
+from tensorcast_connector.net.private import private_directory
+from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.store.backup import read_backup, restore_backup, take_backup, write_backup
 from tensorcast_connector.store.incarnation import ensure_incarnation
 from tensorcast_connector.store.kv import KvStore

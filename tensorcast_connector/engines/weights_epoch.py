@@ -14,7 +14,7 @@ from pathlib import Path
 import blake3
 
 from tensorcast_connector.errors import ConfigError
-from tensorcast_connector.net.sockets import private_directory
+from tensorcast_connector.net.private import private_directory
 
 logger = logging.getLogger(__name__)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")

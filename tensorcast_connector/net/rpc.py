@@ -7,6 +7,7 @@ CANCEL, and a connection that ends cancels all it had asked for.
 import asyncio
 import inspect
 import logging
+from collections import deque
 from collections.abc import Awaitable
 from typing import Any, Protocol, TypeVar
 
@@ -157,6 +158,8 @@ class Connection:
         self._service = service
         self._session = session
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._decoder = FrameDecoder()
+        self._frames: deque[Frame] = deque()  # that have arrived, and wait until replies have gone out
 
     async def serve(self) -> None:
         """Until the peer leaves or breaks the protocol.
@@ -165,14 +168,9 @@ class Connection:
             Unavailable: it left in the middle of something.
             ProtocolError: it broke the protocol; it has been told.
         """
-        decoder = FrameDecoder()
         try:
-            while data := await self._stream.receive():
-                for frame in decoder.feed(data):
-                    self._dispatch(frame)
-                    # A peer that does not read its replies is not read either, so they cannot pile up here.
-                    await self._stream.send(b"")
-            decoder.feed_eof()
+            await self._stream.deliver(self._take)
+            self._decoder.feed_eof()
         except ProtocolError as error:
             raise _told(self._stream, error) from None
         finally:
@@ -181,6 +179,15 @@ class Connection:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._session.close()
+
+    def _take(self, data: memoryview) -> bool:
+        """Serves what arrived. A peer that does not read its replies is not read either, so they cannot pile up here."""
+        self._frames += self._decoder.feed(data)
+        while self._frames:
+            self._dispatch(self._frames.popleft())
+            if not self._stream.flushed:
+                return False
+        return True
 
     def _dispatch(self, frame: Frame) -> None:
         if frame.kind is Kind.CANCEL:

@@ -246,18 +246,23 @@ class RpcClient:
     async def _read(self, stream: Stream) -> TensorcastError:
         """Hands replies to those who wait for them, until the connection ends; returns why."""
         decoder = FrameDecoder()
+        clock = asyncio.get_running_loop().time
+
+        def take(data: memoryview) -> bool:
+            self._heard_s = clock()
+            for frame in decoder.feed(data):
+                if frame.request_id == 0:
+                    result_of(frame, Message)  # the server says why it ends the connection
+                waiting = self._pending.get(frame.request_id)
+                if waiting is not None and not waiting[0].done():
+                    waiting[0].set_result(frame)
+            return True
+
         self._given_up = None
         self._leave.clear()
         error: TensorcastError = Unavailable(f"{self.address} closed the connection")
         try:
-            while data := await stream.receive():
-                self._heard_s = asyncio.get_running_loop().time()
-                for frame in decoder.feed(data):
-                    if frame.request_id == 0:
-                        result_of(frame, Message)  # the server says why it ends the connection
-                    waiting = self._pending.get(frame.request_id)
-                    if waiting is not None and not waiting[0].done():
-                        waiting[0].set_result(frame)
+            await stream.deliver(take)
         except TensorcastError as why:
             error = why
         self._fail_pending(error)

@@ -2,15 +2,15 @@
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import socket
-import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from tensorcast_connector.config import CONNECTIONS_MAX
 from tensorcast_connector.errors import ConfigError, TensorcastError, Unavailable
+from tensorcast_connector.net.private import bind_private
 from tensorcast_connector.net.transport import Buffer, Listener, OnStream, Stream
 from tensorcast_connector.types import Address
 
@@ -30,6 +30,9 @@ class SocketStream(asyncio.BufferedProtocol):
         self._start = self._end = 0
         self._target: memoryview | None = None  # what `receive_into` still wants; None: nothing
         self._reader: asyncio.Future[None] | None = None
+        self._take: Callable[[memoryview], bool] | None = None  # of `deliver`
+        self._wants_more = True  # what `_take` said last
+        self._failure: Exception | None = None  # what it raised
         self._flushed = asyncio.Event()  # nothing is queued for sending
         self._flushed.set()
         self._read_paused = False
@@ -67,6 +70,9 @@ class SocketStream(asyncio.BufferedProtocol):
             if self._target.nbytes:
                 return
             self._target = None
+        elif self._take is not None:
+            self._hand(self._buffer[:nbytes])
+            return
         else:
             self._end += nbytes
             if self._end == RECEIVE_BUFFER_BYTES and self._transport is not None:
@@ -119,6 +125,46 @@ class SocketStream(asyncio.BufferedProtocol):
         data = bytes(self._buffer[self._start : self._end])
         self._emptied()
         return data
+
+    async def deliver(self, take: Callable[[memoryview], bool]) -> None:
+        """See Stream."""
+        self._take = take
+        try:
+            if self._start < self._end:  # it came before
+                self._hand(self._buffer[self._start : self._end])
+            self._start = self._end = 0
+            while self._failure is None and not self._closed and not (self._ended and self._wants_more):
+                if self._wants_more:
+                    await self._wait_for_bytes()
+                else:
+                    await self._flushed.wait()
+                    self._hand(memoryview(b""))
+        finally:
+            self._take = None
+            self._emptied()
+        if self._failure is not None:
+            raise self._failure
+        if self._lost is not None:
+            raise Unavailable(f"connection to {self.peer} broke: {self._lost}")
+
+    def _hand(self, data: memoryview) -> None:
+        """Gives bytes to `_take`, and stops reading while it wants no more."""
+        assert self._take is not None and self._transport is not None
+        try:
+            self._wants_more = self._take(data)
+        except Exception as error:
+            self._failure = error
+        if self._failure is None and self._wants_more:
+            self._emptied()
+        else:
+            self._transport.pause_reading()
+            self._read_paused = True
+            self._wake_reader()
+
+    @property
+    def flushed(self) -> bool:
+        """See Stream."""
+        return self._flushed.is_set()
 
     def _emptied(self) -> None:
         self._start = self._end = 0
@@ -276,7 +322,7 @@ class SocketNetwork:
         try:
             if address.scheme == "unix":
                 with contextlib.ExitStack() as on_error:
-                    sock = _bind_private(address.path)
+                    sock = bind_private(address.path)
                     on_error.callback(sock.close)
                     server = await loop.create_unix_server(lambda: SocketStream(listener), sock=sock)
                     on_error.pop_all()
@@ -290,64 +336,3 @@ class SocketNetwork:
 
 def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def _bind_private(path: str) -> socket.socket:
-    private_directory(Path(path).parent)
-    _remove_stale_socket(path)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        os.fchmod(sock.fileno(), 0o600)  # before bind: the file is born with this mode
-        sock.setblocking(False)
-        sock.bind(path)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _remove_stale_socket(path: str) -> None:
-    """Removes the socket file of a process that died; refuses if somebody answers there or it is no socket."""
-    try:
-        if not stat.S_ISSOCK(Path(path).lstat().st_mode):
-            raise ConfigError(f"cannot listen on unix:{path}: a file that is no socket is in the way")
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        answer = probe.connect_ex(path)
-    if answer == errno.ECONNREFUSED:
-        Path(path).unlink(missing_ok=True)
-    elif answer in (0, errno.EAGAIN):  # EAGAIN: it is busy, but there
-        raise ConfigError(
-            f"cannot listen on unix:{path}: another process serves there; stop it or choose another socket"
-        )
-    elif answer != errno.ENOENT:
-        raise OSError(answer, os.strerror(answer))
-
-
-def private_directory(path: Path) -> None:
-    """Makes `path` and what is missing above it (mode 0700); one that exists must be ours and writable by us alone.
-
-    Others could replace a socket or a database in any other folder by their own.
-
-    Raises:
-        ConfigError: it cannot be made, or is not private.
-    """
-    try:
-        for folder in reversed([path, *path.parents]):
-            if not folder.exists():
-                folder.mkdir(mode=0o700, exist_ok=True)
-        found = path.stat()
-    except OSError as error:
-        raise ConfigError(f"cannot make the folder {path}: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"cannot make the folder {path}: a file of that name is in the way")
-    if found.st_uid != os.geteuid():
-        raise ConfigError(
-            f"the folder {path} belongs to another user, who could replace what is in it; choose a sub-folder of your own"
-        )
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(
-            f"the folder {path} is writable by others, who could replace what is in it; choose another or chmod go-w it"
-        )

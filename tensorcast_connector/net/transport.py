@@ -26,6 +26,21 @@ class Stream(Protocol):
             Unavailable: the connection broke.
         """
 
+    async def deliver(self, take: Callable[[memoryview], bool]) -> None:
+        """Hands all bytes to `take` the moment they arrive, until the peer has finished.
+
+        For requests and replies, where every turn of the event loop counts. The memory is reused when `take` returns.
+        When it returns False it wants no more until nothing that was written is queued any more (`flushed`): then it is
+        called with no bytes, and so on. What it raises is raised here.
+
+        Raises:
+            Unavailable: the connection broke.
+        """
+
+    @property
+    def flushed(self) -> bool:
+        """Whether nothing that was written waits for the peer to read it."""
+
     async def receive_into(self, target: memoryview) -> None:
         """Fills all of `target`, without copies in between where the transport can.
 

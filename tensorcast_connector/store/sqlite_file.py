@@ -5,7 +5,7 @@ import sqlite3
 from pathlib import Path
 
 from tensorcast_connector.errors import ConfigError
-from tensorcast_connector.net.sockets import private_directory
+from tensorcast_connector.net.private import private_directory
 
 SCHEMA_VERSION = 2
 _SCHEMA_1 = """

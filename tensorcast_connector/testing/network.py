@@ -14,6 +14,7 @@ import itertools
 import logging
 import random
 from collections import deque
+from collections.abc import Callable
 
 from tensorcast_connector.errors import ConfigError, TensorcastError, Unavailable
 from tensorcast_connector.net.transport import Buffer, Listener, OnStream, Stream
@@ -128,6 +129,19 @@ class FakeStream:
         self._in.arrived.clear()
         self._in.tick()
         return data
+
+    async def deliver(self, take: Callable[[memoryview], bool]) -> None:
+        """See Stream."""
+        while data := await self.receive():
+            wants_more = take(memoryview(data))
+            while not wants_more:
+                await self.send(b"")
+                wants_more = take(memoryview(b""))
+
+    @property
+    def flushed(self) -> bool:
+        """See Stream."""
+        return self._out.queued_bytes <= BACKLOG_BYTES_MAX
 
     async def receive_into(self, target: memoryview) -> None:
         """See Stream."""

@@ -26,7 +26,7 @@ __all__ = ["quiet_loop"]
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Any]:
     """The stream tests also run under uvloop where it is installed, as the streams do."""
     loops: dict[str, Any] = {"asyncio": asyncio.SelectorEventLoop}
-    if new_uvloop is not None and item.path.name in ("test_sockets.py", "test_descriptors.py"):
+    if new_uvloop is not None and item.path.name in ("test_sockets.py", "test_descriptors.py", "test_deliver.py"):
         loops["uvloop"] = new_uvloop
     return loops
 
