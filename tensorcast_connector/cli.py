@@ -228,7 +228,13 @@ def _run_up(args: argparse.Namespace) -> None:
         ready = await _start_worker(stack, config, running)
         ready |= await _start_metrics(stack, config.metrics, running)
         print(f"engines on this host: --kv-transfer-config worker = {ready['worker']}")
-        print(f"workers on other hosts: tensorcast worker --store {address}", flush=True)
+        if parse_address(address, "store").is_loopback:
+            print(
+                "other hosts cannot join: the store listens on this host only (see --store-listen and --listen)",
+                flush=True,
+            )
+        else:
+            print(f"workers on other hosts: tensorcast worker --store {address} --listen HOST:PORT", flush=True)
         return {"store": address, **ready}
 
     _serve(start, args.ready_file)
@@ -260,12 +266,24 @@ def _parser() -> argparse.ArgumentParser:
     def worker_flags(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--config", metavar="FILE", help="TOML file; flags win over it")
         sub.add_argument("--name", help="name of this worker (default: the host's name)")
-        sub.add_argument("--listen", metavar="HOST:PORT", help="for other workers (default: 127.0.0.1, any port)")
+        sub.add_argument(
+            "--listen",
+            metavar="HOST:PORT",
+            help="for other workers (default: 127.0.0.1, any port, which is for one host)",
+        )
         sub.add_argument(
             "--advertise", metavar="HOST:PORT", help="what other workers dial (default: the listening address)"
         )
-        sub.add_argument("--socket", metavar="PATH", help="Unix socket for the engines of this host")
-        sub.add_argument("--roles", metavar="ROLE,...", help="basic, gateway, shard-home (default: all)")
+        sub.add_argument(
+            "--socket",
+            metavar="PATH",
+            help="Unix socket for the engines of this host (default: in a folder private to the user)",
+        )
+        sub.add_argument(
+            "--roles",
+            metavar="ROLE,...",
+            help="basic: keeps pages (always); shard-home: knows where pages are; gateway: for callers (default: all)",
+        )
         sub.add_argument("--arena", metavar="SIZE", help="shared memory for pages, for example 4GiB (default: 1GiB)")
 
     store = command("store", _run_store, "Keeps the list of workers, engines and leases.")
@@ -273,7 +291,7 @@ def _parser() -> argparse.ArgumentParser:
     serving(store)
     _store_flags(store)
     worker = command("worker", _run_worker, "Keeps pages in shared memory for the engines of this host.")
-    worker.add_argument("--store", metavar="HOST:PORT", help="default 127.0.0.1:7700")
+    worker.add_argument("--store", metavar="HOST:PORT,...", help="default 127.0.0.1:7700; several of one cluster")
     worker_flags(worker)
     serving(worker)
     up = command("up", _run_up, "A store and one worker in one process: all that one host needs.")
@@ -294,7 +312,7 @@ def _store_flags(store: argparse.ArgumentParser) -> None:
     def database(sub: argparse.ArgumentParser, default: str | None) -> None:
         for flag, metavar, text in (
             ("--config", "FILE", "TOML file; flags win over it"),
-            ("--data", "DIR", "folder of the database"),
+            ("--data", "DIR", "folder of the database (default: private to the user, and gone with the next boot)"),
             (
                 "--etcd",
                 "HOST:PORT,...",
@@ -306,17 +324,19 @@ def _store_flags(store: argparse.ArgumentParser) -> None:
 
     database(store, None)
     store.add_argument(
-        "--shards", type=int, metavar="N", help="into how many shards the pages of a new cluster are cut"
+        "--shards", type=int, metavar="N", help="of a new cluster: a power of two up to 256 (default: 64)"
     )
     actions = store.add_subparsers(dest="action", metavar="backup | restore")
     text = (
-        "Writes all that hangs on no lease to a file. A store on a folder must be stopped for it, one on etcd may run."
+        "Writes the life and the settings of a cluster to a file: all that hangs on no lease. Workers, engines and shard "
+        "leases are not part of it, since they come back by themselves. A store on a folder must be stopped for it, one on "
+        "etcd may run."
     )
     backup = actions.add_parser("backup", help="write a backup", description=text)
-    backup.add_argument("--to", metavar="FILE", required=True)
+    backup.add_argument("--to", metavar="FILE", required=True, help="appears once it is complete")
     text = "Makes a database of a backup. Stop the stores on it first."
     restore = actions.add_parser("restore", help="read a backup", description=text)
-    restore.add_argument("file", metavar="FILE")
+    restore.add_argument("file", metavar="FILE", help="checked as a whole before anything is changed")
     restore.add_argument("--replace", action="store_true", help="give up what is in the database")
     for sub, run in ((backup, _run_backup), (restore, _run_restore)):
         sub.set_defaults(run=run)

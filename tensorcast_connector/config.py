@@ -197,6 +197,8 @@ class StoreConfig:
     shards: int = 0  # into how many the pages of a new cluster are cut; 0: SHARDS, or what an existing one has
 
     def __post_init__(self) -> None:
+        if self.shards and (self.shards < 0 or self.shards > SHARDS_MAX or self.shards & (self.shards - 1)):
+            raise ConfigError(f"shards={self.shards}: a power of two from 1 to {SHARDS_MAX} is needed")
         if not self.etcd:
             return
         parse_endpoints(self.etcd, "etcd")

@@ -59,12 +59,6 @@ class Exhausted(TensorcastError):
     code = "exhausted"
 
 
-class IntegrityError(TensorcastError):
-    """Bytes that do not match their digest. They are dropped and count as a miss."""
-
-    code = "integrity"
-
-
 def _tree(root: type[TensorcastError]) -> list[type[TensorcastError]]:
     return [root, *(each for child in root.__subclasses__() for each in _tree(child))]
 

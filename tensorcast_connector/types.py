@@ -53,6 +53,11 @@ class Address:
     host: str = ""
     port: int = 0
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only processes of the same host can be there."""
+        return self.scheme == "unix" or self.host in ("localhost", "::1") or self.host.startswith("127.")
+
     def __str__(self) -> str:
         if self.scheme == "unix":
             return f"unix:{self.path}"

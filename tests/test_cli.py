@@ -257,6 +257,28 @@ def test_a_store_and_a_worker_apart_killed_and_started_again(tmp_path: Path, cap
         assert json.loads(line)["level"] in ("info", "warning")
 
 
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        (["--store", "10.9.9.9:1"], True),
+        (["--store", "127.0.0.1:1,store.example:1"], True),
+        (["--store", "10.9.9.9:1", "--advertise", "localhost:7"], True),
+        (["--store", "10.9.9.9:1", "--advertise", "10.9.9.8:7"], False),
+        (["--store", "localhost:1"], False),
+    ],
+)
+def test_a_worker_that_others_cannot_reach_is_refused(
+    flags: list[str], refused: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["worker", *flags, "--name", "w", "--socket", str(tmp_path / "w.sock"), "--arena", "1MiB"]
+    if refused:
+        assert main(line) == 2
+        assert "can be reached from this host only, and the store is elsewhere" in capsys.readouterr().err
+    else:
+        with running(tmp_path, *line):
+            pass
+
+
 def test_the_number_of_shards_of_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     at = ["store", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "s")]
     with running(tmp_path, *at, "--shards", "8"):

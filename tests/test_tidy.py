@@ -20,6 +20,8 @@ BANS: dict[str, tuple[str, tuple[str, ...]]] = {
     r"\bexcept\s*:": ("a named exception", ()),
     r"\bpickle\b|\bmarshal\b|(?<![\w.])eval\(|(?<![\w.])exec\(": ("msgspec; bytes from outside are never code", ()),
     r"\bFIXME\b|\bXXX\b": ("fix it, or file it", ()),
+    r"\bTODO\b|\bissue \d|(?<!&)#\d": ("fix it; the code speaks of itself alone", ()),
+    r"\bTaskGroup\(": ("asyncio.wait: before Python 3.12 a group swallows a cancellation that meets an error", ()),
     r"\btempfile\.mktemp\b": ("mkdtemp", ()),
     r"^from (tensorcast_connector|smetric_router) import|^import (tensorcast_connector|smetric_router)$": (
         "the module that defines the name; a package root that everyone imports makes cycles",

@@ -126,12 +126,15 @@ class EtcdWatch:
         delay_s = RECONNECT_DELAY_MIN_S
         while True:
             endpoint, before = self._gateway.endpoint, self.history.last
+            # No TaskGroup here: on Python 3.11 it swallows a cancellation that meets an error of one of its tasks.
+            both = [asyncio.create_task(each) for each in (self._follow(endpoint), self._probe(endpoint))]
             try:
-                async with asyncio.TaskGroup() as both:
-                    both.create_task(self._follow(endpoint))
-                    both.create_task(self._probe(endpoint))
-            except* Exception as group:
-                self._broke(endpoint, group.exceptions[0])
+                ended, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in both:
+                    task.cancel()
+                await asyncio.gather(*both, return_exceptions=True)
+            self._broke(endpoint, ended.pop().exception() or Unavailable("the watch ended"))
             delay_s = RECONNECT_DELAY_MIN_S if self.history.last > before else min(2 * delay_s, RECONNECT_DELAY_MAX_S)
             await asyncio.sleep(delay_s)
 

@@ -23,7 +23,7 @@ _TABLE = (
         "Pages saved and loaded by engines, fetched from and sent to other workers.",
         "action",
     ),
-    (_COUNTER, "page_bytes_total", "Pages fetched from and sent to other workers.", "action"),
+    (_COUNTER, "page_bytes_total", "Bytes of pages fetched from and sent to other workers.", "action"),
     (_COUNTER, "digest_mismatches_total", "Pages that arrived with wrong bytes and were dropped."),
     # lookups
     (_COUNTER, "lookups_total", "Lookups by engines: all blocks can be had, the first ones, or none.", "outcome"),

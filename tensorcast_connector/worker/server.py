@@ -75,6 +75,13 @@ def _check(config: WorkerConfig) -> None:
         raise ConfigError(
             f"listen={config.listen!r} is every interface; say with advertise=HOST:PORT what other workers dial"
         )
+    dialled = advertise or parse_address(config.listen, "listen")
+    stores = [parse_address(each.strip(), "store") for each in config.store.split(",")]
+    if dialled.is_loopback and not all(each.is_loopback for each in stores):
+        raise ConfigError(
+            f"listen={config.listen!r} can be reached from this host only, and the store is elsewhere ({config.store}); "
+            "say with listen=HOST:PORT, or advertise=HOST:PORT, where the other workers reach this one"
+        )
 
 
 async def start_worker(

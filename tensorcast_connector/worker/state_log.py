@@ -88,7 +88,10 @@ class StateLog:
         else:
             self.counters["store_losses"] += 1
             fields = {"event": "store-lost", "store": store, "error": str(error)}
-            logger.warning("store: %s; going on with the members known", error, extra=fields)
+            rest = (
+                "going on with the members known" if self._lease else "not joined yet, serving the engines of this host"
+            )
+            logger.warning("store: %s; %s", error, rest, extra=fields)
             self._record("store lost", store, cause=str(error))
 
     def _tell_peers(self, clients: Mapping[WorkerId, RpcClient], now: float) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -293,8 +294,10 @@ def test_cpu_time_and_memory_of_a_process_are_counted() -> None:
     before, memory = cpu_s(os.getpid()), resident_bytes(os.getpid())
     spend(0.02)
     assert cpu_s(os.getpid()) - before >= 0.015
-    held = b"x" * (32 << 20)
+    held = mmap.mmap(-1, 32 << 20)  # fresh memory, and none that was freed before
+    held.write(bytes(len(held)))
     assert resident_bytes(os.getpid()) - memory >= len(held) // 2
+    held.close()
     with pytest.raises(OSError, match="No such file"):
         cpu_s(2**22 + 1)
 

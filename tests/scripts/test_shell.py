@@ -51,18 +51,20 @@ def calls(tree: Path) -> list[str]:
     return (tree / "calls").read_text().splitlines()
 
 
+FAST = "python -m pytest -m not engine and not faults"
 STATIC = ["ruff check .", "ruff format --check .", "mypy ", "lint-imports "]
 
 
 def test_without_a_tier_everything_runs(stubbed: Path) -> None:
     assert run(stubbed, "scripts/test").returncode == 0
-    assert calls(stubbed) == [*STATIC, "python -m pytest -m not engine", "python -m pytest -m engine"]
+    assert calls(stubbed) == [*STATIC, FAST, "python -m pytest -m faults -s", "python -m pytest -m engine"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["fast", "-k", "a b"], [*STATIC, "python -m pytest -m not engine -k a b"]),
+        (["fast", "-k", "a b"], [*STATIC, f"{FAST} -k a b"]),
+        (["faults", "-x"], ["python -m pytest -m faults -s -x"]),
         (["engines", "-x"], ["python -m pytest -m engine -x"]),
         (["slow"], ["python -m pytest -m slow"]),
     ],
@@ -72,10 +74,12 @@ def test_a_tier_or_a_marker_with_arguments_for_pytest(stubbed: Path, arguments: 
     assert calls(stubbed) == expected
 
 
-@pytest.mark.parametrize("failing", ["ruff check", "ruff format", "mypy", "lint-imports", "-m not engine", "-m engine"])
+@pytest.mark.parametrize(
+    "failing", ["ruff check", "ruff format", "mypy", "lint-imports", "-m not engine", "-m faults", "-m engine"]
+)
 def test_any_failure_is_the_status_and_hides_nothing(stubbed: Path, failing: str) -> None:
     assert run(stubbed, "scripts/test", FAIL=failing).returncode == 1
-    assert len(calls(stubbed)) == 6
+    assert len(calls(stubbed)) == 7
 
 
 def test_a_failed_installation_stops_the_tests(stubbed: Path) -> None:

@@ -26,7 +26,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed (0 unless told)")
     parser.add_argument("--jobs", type=_positive(int), default=1, help="processes at a time (1 unless told)")
     options = parser.parse_args(argv)
-    logging.getLogger("tensorcast_connector").setLevel(logging.ERROR)
+    logger = logging.getLogger("tensorcast_connector")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # what the processes of a world say is part of its log
+    try:
+        return _play(options)
+    finally:
+        logger.setLevel(level)
+
+
+def _play(options: argparse.Namespace) -> int:
     if options.seed is not None:
         outcome = play(options.seed, keep_log=True)
         print("\n".join(outcome.log))

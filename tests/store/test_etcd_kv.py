@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -457,10 +458,18 @@ async def test_nobody_at_the_address_is_one_line(caplog: pytest.LogCaptureFixtur
         await open_etcd([Address("tcp", host="no-such-host.invalid", port=2379)], "t/")
 
 
+@asynccontextmanager
+async def closing_kv(kv: EtcdKv) -> AsyncIterator[EtcdKv]:
+    """Closed whatever happens."""
+    try:
+        yield kv
+    finally:
+        await kv.close()
+
+
 @on_three
 async def test_at_the_start_one_endpoint_is_enough(etcd: EtcdBackend, caplog: pytest.LogCaptureFixture) -> None:
     nobody = Address("tcp", host="127.0.0.1", port=free_ports(1)[0])
-    kv = await open_etcd([nobody, etcd.servers.addresses[1]], etcd.prefix)
-    await put(kv, "k")
-    assert str(nobody) in caplog.text and repr(kv) == f"<EtcdKv {etcd.prefix!r} at {etcd.servers.addresses[1]}>"
-    await kv.close()
+    async with closing_kv(await open_etcd([nobody, etcd.servers.addresses[1]], etcd.prefix)) as kv:
+        await put(kv, "k")
+        assert str(nobody) in caplog.text and repr(kv) == f"<EtcdKv {etcd.prefix!r} at {etcd.servers.addresses[1]}>"

@@ -41,7 +41,7 @@ def test_what_is_said_of_a_sample() -> None:
     assert found.values == {
         "pages": 3, "pages_held": 2, "pages_reserved": 1, "arena_used_bytes": 2000, "arena_pinned_bytes": 500,
         "arena_total_bytes": 4000, "evictions": 7, "memory_available_bytes": 123, "requests_in_flight": 0,
-        "requests_in_flight_per_connection_max": REQUESTS_IN_FLIGHT_MAX, "sends_in_flight": 0, "fetches_waiting": 0,
+        "requests_in_flight_per_connection_limit": REQUESTS_IN_FLIGHT_MAX, "sends_in_flight": 0, "fetches_waiting": 0,
         "engines": 1, "interface": "eth0", "link_bits_per_s": 1_000_000,
     }  # fmt: skip
 
