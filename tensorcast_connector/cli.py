@@ -2,8 +2,10 @@
 
 import argparse
 import asyncio
+import io
 import json
 import logging
+import os
 import random
 import signal
 import socket
@@ -346,6 +348,9 @@ def _store_flags(store: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. A user's mistake is one line on stderr and exit status 2; an unreachable process is status 1."""
     args = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # ids may hold letters that the terminal does not know
     set_up_logging(getattr(args, "log_format", "text"), args.command)
     try:
         args.run(args)
@@ -354,6 +359,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except TensorcastError as error:
         print(f"tensorcast {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0
 

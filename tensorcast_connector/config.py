@@ -60,6 +60,7 @@ SHARD_CONTENDERS = 3  # how many of the ranking compete for a vacant shard (Tens
 CLAIM_STAGGER_S = 0.25  # how much later each rank claims than the one before it
 CLAIM_RETRY_S = 1.0
 HANDOVER_AFTER_S = 10.0  # a better placed worker has been here for so long: it gets the shard
+HANDOVER_DOUBLINGS_MAX = 6  # of that time, for a worker that does not take what it is given
 HANDOVER_SHARDS_MAX = 8  # at a time: while a shard changes hands its pages are missed
 CLOCK_DRIFT_MAX = 0.01  # seconds per second between any clock and true time
 REPORT_KEYS_PER_MESSAGE = 4096

@@ -14,6 +14,7 @@ from tensorcast_connector.config import (
     CLAIM_STAGGER_S,
     CLOCK_DRIFT_MAX,
     HANDOVER_AFTER_S,
+    HANDOVER_DOUBLINGS_MAX,
     HANDOVER_SHARDS_MAX,
     SHARD_CONTENDERS,
 )
@@ -39,6 +40,7 @@ class ShardLeases:
         self._held_since: dict[int, float] = {}
         self._giving_up: dict[int, tuple[Token, float]] = {}  # under which token, and when to say so again
         self._give_up_after = 0.0
+        self._offers: dict[int, int] = {}  # how often a shard was given back and nobody else took it
         self.lease_id = 0
         self.held: dict[int, Token] = {}
 
@@ -86,6 +88,9 @@ class ShardLeases:
         self._giving_up = {shard: given for shard, given in self._giving_up.items() if mine.get(shard) == given[0]}
         self.held = {shard: token for shard, token in mine.items() if shard not in self._giving_up}
         self._held_since = {shard: self._held_since.get(shard, now) for shard in self.held}
+        self._offers = {
+            shard: count for shard, count in self._offers.items() if shard in mine or shard not in view.shards
+        }
 
     def claims(self, now: float) -> list[int]:
         """Vacant shards to ask for now: the best ranked worker asks at once, the next ones a little later."""
@@ -110,6 +115,8 @@ class ShardLeases:
         Returns the revisions of the grants: the message may come late, when the shard has been granted anew.
         """
         for shard in shards:
+            if shard in self.held:
+                self._offers[shard] = self._offers.get(shard, 0) + 1
             token = self.held.pop(shard, None) or self._giving_up[shard][0]
             self._giving_up[shard] = token, now + CLAIM_RETRY_S
         self._give_up_after = now + CLAIM_RETRY_S  # until then somebody else is their home
@@ -133,10 +140,14 @@ class ShardLeases:
 
     def _handover_times(self) -> list[tuple[int, float]]:
         return [(shard, at) for shard, (_, at) in self._giving_up.items()] + [
-            (shard, max(max(self._seen_since[best], since) + HANDOVER_AFTER_S, self._give_up_after))
+            (shard, max(max(self._seen_since[best], since) + self._patience(shard), self._give_up_after))
             for shard, since in self._held_since.items()
             if shard in self.held and (best := (self._ranking[shard] or [self._me])[0]) != self._me
         ]
+
+    def _patience(self, shard: int) -> float:
+        """How long a better placed worker waits; twice as long after each time that it did not take the shard."""
+        return HANDOVER_AFTER_S * float(2 ** min(self._offers.get(shard, 0), HANDOVER_DOUBLINGS_MAX))
 
     def check(self) -> None:
         """Raises AssertionError unless the tables agree."""

@@ -10,7 +10,7 @@ from typing import Any
 from tensorcast_connector.config import HEARTBEAT_INTERVAL_S, MEMBER_TTL_S, STORE_TIMEOUT_S, WATCH_WAIT_S
 from tensorcast_connector.core.cluster import ClusterView, instance_key, replica_key
 from tensorcast_connector.core.leases import ShardLeases
-from tensorcast_connector.errors import Conflict, NotFound, TensorcastError, Unavailable
+from tensorcast_connector.errors import NotFound, ProtocolError, TensorcastError, Unavailable
 from tensorcast_connector.types import WorkerId
 from tensorcast_connector.wire.messages import Message
 from tensorcast_connector.wire.store_messages import (
@@ -45,7 +45,7 @@ class StoreCall:
 
 def refused(call: StoreCall, error: TensorcastError) -> bool:
     """Whether the store will never take what `call` lists."""
-    return call.about is not None and not isinstance(error, (Unavailable, Conflict, NotFound))
+    return call.about is not None and isinstance(error, ProtocolError)
 
 
 class Member:
@@ -71,6 +71,7 @@ class Member:
         self._listed_at = 0.0  # when the store was last told of a listing, as far as is known
         self._watch_at = 0.0
         self._registered_revision = 0
+        self._registered_life = 0  # as far as was known
         self._lease_error: TensorcastError | None = None
         self._watch_error: TensorcastError | None = None
 
@@ -180,6 +181,7 @@ class Member:
         self._leases.renewed(reply.lease_id, call.sent_at, MEMBER_TTL_S)
         self._leases.update(self._view, now)
         self._registered_revision = reply.revision
+        self._registered_life = self._view.incarnation
         self._untold = {key: (record, True) for key, record in self._listed.items()}
         self._listed_at = now
         self._lease_at = call.sent_at + HEARTBEAT_INTERVAL_S
@@ -196,11 +198,9 @@ class Member:
             self._view.apply(reply)
         finally:  # what made sense of it counts
             me = WorkerId(self._record.worker_id)
-            if (
-                self._leases.lease_id
-                and self._view.revision >= self._registered_revision
-                and me not in self._view.workers
-            ):
+            another_life = 0 < self._registered_life < self._view.incarnation
+            recent = self._view.revision >= self._registered_revision or another_life
+            if self._leases.lease_id and recent and me not in self._view.workers:
                 self._lost(now)  # whatever the lease's number means to this store, it is not ours
             self._leases.update(self._view, now)
             if self._leases.lease_id and sent_at > self._listed_at and not self._untold:
@@ -228,7 +228,8 @@ class Member:
             self._watch_at, self._watch_error = now + HEARTBEAT_INTERVAL_S, error
         elif call is self._lease_call:
             self._lease_call = None
-            if isinstance(error, Unavailable) or isinstance(call.message, RegisterWorker):
+            renewal = isinstance(call.message, KeepAlive) and not isinstance(error, NotFound)
+            if isinstance(error, Unavailable) or renewal or isinstance(call.message, RegisterWorker):
                 self._lease_error = error
             if isinstance(error, NotFound) and not isinstance(call.message, RegisterWorker):
                 self._lost(now)
@@ -241,6 +242,8 @@ class Member:
                 self._lease_at = now + HEARTBEAT_INTERVAL_S
             else:
                 self._list_at = now + HEARTBEAT_INTERVAL_S
+                if call.about is not None and (key := _key(call.about[0])) in self._untold:
+                    self._untold[key] = self._untold.pop(key)  # it holds nothing else up
 
     def _lost(self, now: float) -> None:
         self._leases.lost()

@@ -5,6 +5,7 @@ the BLAKE3 of all that as the last line.
 """
 
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -60,6 +61,10 @@ async def take_backup(kv: KvStore) -> Backup:
     incarnation = await read_incarnation(kv)
     revision, found = await kv.range("")
     entries = [(each.key, each.value) for each in found if not each.lease_id and each.key != INCARNATION_KEY]
+    if not incarnation or not entries:
+        raise ConfigError(
+            "there is no cluster in this database: nothing was written (is the folder, or etcd_prefix, the right one?)"
+        )
     return Backup(revision, incarnation, entries)
 
 
@@ -69,6 +74,12 @@ def write_backup(path: Path, backup: Backup) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
+    if (
+        not path.name
+        or path.is_dir()
+        or ((path.exists() or path.is_symlink()) and not stat.S_ISREG(path.lstat().st_mode))
+    ):
+        raise ConfigError(f"backup {str(path)!r}: not the name of a file that can be written")
     header = _Header(FORMAT, VERSION, len(backup.entries), backup.revision, backup.incarnation)
     text = b"".join(msgspec.json.encode(each) + b"\n" for each in (header, *backup.entries))
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -101,6 +112,8 @@ def read_backup(path: Path) -> Backup:
         ConfigError: it cannot be read, is no backup, of another version, cut short or damaged.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ConfigError(f"backup {path}: not a file")
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"backup {path}: {error.strerror}") from error

@@ -68,7 +68,13 @@ class EtcdKv:
     async def range(self, prefix: str) -> tuple[int, list[KeyValue]]:
         """See KvStore."""
         start, end = self._span(prefix)
+        before = self._gateway.revision
         got = await self._gateway.call(_RANGE, {"key": start, "range_end": end}, _Ranged, repeatable=True)
+        if (
+            got.header.revision < before
+        ):  # this read was sent after that revision was seen: etcd has lost its data since
+            self._gateway.revision = got.header.revision
+            self._watch.begin_anew(got.header.revision)
         return got.header.revision, [
             KeyValue(self._ours(each.key), each.value, each.create_revision, each.mod_revision, each.lease)
             for each in got.kvs

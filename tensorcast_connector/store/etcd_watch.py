@@ -94,6 +94,7 @@ class EtcdWatch:
         self._waiters: set[asyncio.Future[None]] = set()
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._restarts = 0
+        self._following: asyncio.Task[None] | None = None
         self._lost = False
         self.history = History(floor)
 
@@ -110,6 +111,17 @@ class EtcdWatch:
                 await asyncio.wait([waiter], timeout=left)
             finally:
                 self._waiters.discard(waiter)
+
+    def begin_anew(self, revision: int) -> None:
+        """The database is another one than before, and at `revision`: nothing of the former counts."""
+        logger.warning(
+            "etcd has gone back to revision %d: its data was lost, or an older copy was put in its place", revision
+        )
+        self._restarts += 1
+        self.history = History(revision)
+        self._wake()
+        if self._following is not None:
+            self._following.cancel()
 
     async def close(self) -> None:
         """Waiters return."""
@@ -128,13 +140,16 @@ class EtcdWatch:
             endpoint, before = self._gateway.endpoint, self.history.last
             # No TaskGroup here: on Python 3.11 it swallows a cancellation that meets an error of one of its tasks.
             both = [asyncio.create_task(each) for each in (self._follow(endpoint), self._probe(endpoint))]
+            self._following = both[0]
             try:
                 ended, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for task in both:
                     task.cancel()
                 await asyncio.gather(*both, return_exceptions=True)
-            self._broke(endpoint, ended.pop().exception() or Unavailable("the watch ended"))
+            first = ended.pop()
+            if not first.cancelled():  # else it begins anew
+                self._broke(endpoint, first.exception() or Unavailable("the watch ended"))
             delay_s = RECONNECT_DELAY_MIN_S if self.history.last > before else min(2 * delay_s, RECONNECT_DELAY_MAX_S)
             await asyncio.sleep(delay_s)
 

@@ -25,7 +25,7 @@ from tensorcast_connector.errors import (
 )
 from tensorcast_connector.net.rpc import serve_stream
 from tensorcast_connector.net.transport import Listener, Network, Stream
-from tensorcast_connector.store.kv import Compare, Delete, Event, KeyValue, KvStore, Put
+from tensorcast_connector.store.kv import RESTORING_KEY, Compare, Delete, Event, KeyValue, KvStore, Put
 from tensorcast_connector.types import Address
 from tensorcast_connector.wire.codec import StoreRequest
 from tensorcast_connector.wire.messages import GetStatistics, Hello, Message, Ok, Statistics
@@ -73,8 +73,7 @@ async def prepare(kv: KvStore, shards: int = 0) -> int:
     if not valid_shard_count(wanted):
         raise ConfigError(f"shards={shards}: a power of two from 1 to {SHARDS_MAX} is needed")
     await kv.txn([Compare(SHARD_COUNT, 0)], [Put(SHARD_COUNT, b"%d" % wanted)])
-    _, found = await kv.range(SHARD_COUNT)
-    count = int(found[0].value)
+    count = await _shard_count(kv)
     if shards and count != shards:
         raise ConfigError(f"shards={shards}: this cluster has {count} since it was made, and keeps them")
     return count
@@ -86,8 +85,9 @@ class Store:
     server = "store"
     decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(StoreRequest)
 
-    def __init__(self, kv: KvStore, server_id: str) -> None:
+    def __init__(self, kv: KvStore, server_id: str, life: int = 0) -> None:
         self._kv = kv
+        self._life = life  # the highest incarnation seen
         self.server_id = server_id
         self.outcomes: Counter[tuple[str, str]] = Counter()  # of requests, by (message, "ok" or the code of the error)
         self.watchers = 0  # watches that wait for something to happen
@@ -201,8 +201,7 @@ class Store:
         return done.succeeded
 
     async def _known(self, shards: Sequence[int]) -> list[int]:
-        _, found = await self._kv.range(SHARD_COUNT)
-        count = int(found[0].value)
+        count = await _shard_count(self._kv)
         if not all(0 <= shard < count for shard in shards):
             raise ProtocolError(f"shards {list(shards)[:8]} are not all within 0..{count - 1}")
         return sorted(set(shards))
@@ -225,8 +224,7 @@ class Store:
 
     async def changes(self, message: Watch) -> Changes:
         """What has changed by now; empty if nothing has."""
-        _, found = await self._kv.range(INCARNATION)
-        if message.incarnation == _incarnation(found):
+        if message.incarnation == await self._current_life():
             try:
                 revision, events = await self._kv.changes(CLUSTER, message.after_revision)
             except Compacted:
@@ -235,8 +233,36 @@ class Store:
                 if not any(event.key == INCARNATION for event in events):
                     return Changes(message.incarnation, revision, False, *_latest(events))
         revision, found = await self._kv.range(CLUSTER)
+        if message.incarnation == _incarnation(found) and message.after_revision > revision:
+            # An older copy of the database was put in its place: what is granted now must outrank what was granted since.
+            logger.warning(
+                "the database has gone back from revision %d to %d; a new life begins", message.after_revision, revision
+            )
+            await self._begin_life(message.incarnation)
+            revision, found = await self._kv.range(CLUSTER)
         entries = [Entry(each.key, each.value, each.mod_revision) for each in found]
         return Changes(_incarnation(found), revision, True, entries, [])
+
+    async def _current_life(self) -> int:
+        """The incarnation of the database, which has been emptied if it has none any more."""
+        _, found = await self._kv.range(INCARNATION)
+        if not found and self._life:
+            _, restoring = await self._kv.range(RESTORING_KEY)
+            if restoring:
+                raise Unavailable("the database is being restored")
+            logger.warning("the database has been emptied; a new life begins")
+            await self._begin_life(self._life)
+            _, found = await self._kv.range(INCARNATION)
+        self._life = max(self._life, _incarnation(found))
+        return _incarnation(found)
+
+    async def _begin_life(self, former: int) -> None:
+        """A life above `former`, unless another process has begun one; nothing that hung on the former's leases counts."""
+        _, found = await self._kv.range(INCARNATION)
+        if not found or _incarnation(found) <= former:
+            compare = Compare(INCARNATION, found[0].mod_revision if found else 0)
+            await self._kv.txn([compare], [Put(INCARNATION, b"%d" % (former + 1))])
+        await prepare(self._kv)
 
     async def _watch(self, message: Watch) -> Message:
         """Answers as soon as something has changed, else after `wait_ms` with nothing; never later than WATCH_WAIT_S."""
@@ -277,6 +303,15 @@ class Store:
 _DECODERS = {cluster.WORKERS: cluster.decode_worker, cluster.INSTANCES: cluster.decode_instance}
 
 
+async def _shard_count(kv: KvStore) -> int:
+    _, found = await kv.range(SHARD_COUNT)
+    if not found:
+        raise Unavailable(
+            f"the store's database has lost its key {SHARD_COUNT!r}; restart the store, or restore a backup"
+        )
+    return int(found[0].value)
+
+
 def _incarnation(found: Sequence[KeyValue]) -> int:
     for each in found:
         if each.key == INCARNATION:
@@ -308,7 +343,8 @@ async def listen(network: Network, address: Address, store: Store) -> Listener:
 async def open_store(kv: KvStore, server_id: str, shards: int = 0) -> Store:
     """A store on `kv`. See `prepare` for `shards`."""
     await prepare(kv, shards)
-    return Store(kv, server_id)
+    _, found = await kv.range(INCARNATION)
+    return Store(kv, server_id, _incarnation(found))
 
 
 async def serve_store(network: Network, address: Address, kv: KvStore, server_id: str, shards: int = 0) -> Listener:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tensorcast_connector.config import HISTORY_BYTES_MAX, HISTORY_REVISIONS_MAX
-from tensorcast_connector.errors import Compacted, NotFound, Unavailable
+from tensorcast_connector.errors import Compacted, ConfigError, NotFound, Unavailable
 from tensorcast_connector.store.kv import (
     INCARNATION_KEY,
     Compare,
@@ -58,16 +58,24 @@ class SqliteKv:
     def __init__(self, path: Path, now: Callable[[], float], executor: Literal["thread"] | None = "thread") -> None:
         self._now = now
         self._db = open_database(path)
+        try:
+            self._load()
+        except sqlite3.Error as error:
+            self._db.close()
+            raise ConfigError(f"store database {path}: {error}; move it away to start with an empty one") from error
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-sqlite") if executor else None
-        # What follows is touched by the thread only, except for reading the two numbers in `wait`.
+
+    def _load(self) -> None:
+        """What is kept in memory. Touched by the thread only, except for reading the two numbers in `wait`."""
+        now = self._now
         self._ttl_s: dict[int, int] = dict(self._db.execute("SELECT id, ttl_s FROM lease"))
         self._deadline = {lease_id: now() + ttl_s for lease_id, ttl_s in self._ttl_s.items()}
         self._next_deadline = min(self._deadline.values(), default=math.inf)  # none is earlier
         self._last_revision = self._meta("revision")
         self._compacted = self._meta("compacted")
         self._history_bytes = self._one("SELECT coalesce(sum(length(value)), 0) FROM history")
-        self._waiters: set[asyncio.Future[None]] = set()
-        self._closed = False
 
     def __repr__(self) -> str:
         return f"<SqliteKv {len(self._deadline)} leases>"

@@ -69,6 +69,9 @@ def _check(config: WorkerConfig) -> None:
             f"name={config.name!r}: a worker needs a name of at most {NAME_CHARS_MAX} characters without slashes"
         )
     advertise = parse_address(config.advertise, "advertise") if config.advertise else None
+    for name, text in (("listen", config.listen), ("advertise", config.advertise)):
+        if text and parse_address(text, name).scheme != "tcp":
+            raise ConfigError(f"{name}={text!r}: other workers can only reach a TCP address, HOST:PORT")
     if advertise is not None and advertise.scheme == "tcp" and not advertise.port:
         raise ConfigError(f"advertise={config.advertise!r}: port 0 is any port, which nobody can dial")
     if parse_address(config.listen, "listen").host in ("0.0.0.0", "::") and not config.advertise:

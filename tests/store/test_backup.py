@@ -62,11 +62,8 @@ async def test_there_and_back(backend: Backend, tmp_path: Path) -> None:
 
 
 async def test_an_empty_store(backend: Backend, tmp_path: Path) -> None:
-    taken = await take_backup(backend.kv)
-    assert taken.entries == [] and taken.incarnation == 0
-    write_backup(tmp_path / "b", taken)
-    assert await restore_backup(backend.kv, read_backup(tmp_path / "b"), replace=False, now_unix_s=NOW) == NOW
-    assert await content(backend.kv) == {INCARNATION_KEY: b"%d" % NOW}
+    with pytest.raises(ConfigError, match="there is no cluster in this database: nothing was written"):
+        await take_backup(backend.kv)
 
 
 @pytest.mark.slow
@@ -389,3 +386,19 @@ def at(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 10
     while not condition() and time.monotonic() < deadline:
         pass
+
+
+@pytest.mark.parametrize("target", ["", ".", "folder", "link"])
+def test_a_backup_replaces_nothing_but_files(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="not the name of a file that can be written"):
+        write_backup(Path(target), BACKUP)
+    assert (tmp_path / "link").is_symlink() and sorted(each.name for each in tmp_path.iterdir()) == ["folder", "link"]
+
+
+@pytest.mark.parametrize("source", ["/dev/zero", "."])
+def test_only_files_are_restored(source: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^backup {source}: not a file$"):
+        read_backup(Path(source))

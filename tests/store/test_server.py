@@ -11,6 +11,7 @@ import pytest
 
 from tensorcast_connector.core.cluster import (
     INCARNATION,
+    SHARD_COUNT,
     ClusterView,
     instance_key,
     replica_key,
@@ -299,7 +300,21 @@ async def test_who_cannot_go_on_is_sent_everything(served: Served, name: str) ->
     life, revision = BEHIND[name]
     await served.join()
     changes = await served.watch(revision, life, wait_ms=10_000)
-    assert changes.complete and changes.incarnation == LIFE and worker_key("a/1") in [e.key for e in changes.entries]
+    # An older copy of the database is in its place: what is granted from now on must outrank what was granted since.
+    expected = LIFE + 1 if revision > 1000 else LIFE
+    assert changes.complete and changes.incarnation == expected
+    assert worker_key("a/1") in [entry.key for entry in changes.entries]
+
+
+async def test_an_emptied_database_begins_a_new_life(served: Served) -> None:
+    await served.join()
+    before = await served.watch(0, 0)
+    _, found = await served.kv.range("")
+    for each in found:
+        await served.kv.txn([], [Delete(each.key)])
+    after = await served.watch(before.revision, before.incarnation)
+    assert after.complete and after.incarnation == LIFE + 1
+    assert {entry.key for entry in after.entries} == {INCARNATION, SHARD_COUNT}
 
 
 async def test_who_is_too_far_behind_is_sent_everything(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
