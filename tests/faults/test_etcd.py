@@ -1,6 +1,7 @@
 """Two store processes over three etcd nodes: any one of them may die, and nothing that was told them is lost."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -112,3 +113,28 @@ def test_a_store_is_stopped_for_longer_than_a_lease(stores: list[Started], hosts
     finally:
         os.kill(process.pid, signal.SIGCONT)
     assert a.shards_held + b.shards_held == 64
+
+
+def test_etcd_loses_all_its_data_under_two_stores(
+    supervisor: Supervisor, tmp_path: Path, host: Callable[[str, str], Host]
+) -> None:
+    """Nobody restarts anything but etcd: workers register anew, and nothing of the former life counts."""
+    etcd = EtcdCluster(1, tmp_path)
+    try:
+        both = [pool.store(supervisor, name, options=["--etcd", etcd.flag]) for name in ("store-1", "store-2")]
+        a, b = (host(",".join(each["store"] for each in both), name) for name in "ab")
+        settled(a, b)
+        pages = fresh()
+        a.save(pages)
+        b.finds(pages)
+        etcd.kill(0)
+        shutil.rmtree(tmp_path / "n0")
+        etcd.start(0)
+        until_blocking(lambda: a.joins > 1 and b.joins > 1, 30.0)
+        until_blocking(lambda: a.shards_held + b.shards_held == 64, 60.0)
+        more = fresh()
+        a.save(more)
+        b.finds([*pages, *more])
+        b.loads([*pages, *more])
+    finally:
+        etcd.close()

@@ -1,6 +1,7 @@
 """The store is killed or stopped: real processes over SQLite."""
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -70,3 +71,29 @@ def test_workers_that_start_before_their_store(supervisor: Supervisor, host: Cal
     pool.store(supervisor, address=address)
     b.finds(pages)
     b.loads(pages)
+
+
+def test_an_older_copy_of_the_database_is_put_in_its_place(
+    supervisor: Supervisor, store: Started, trio: tuple[Host, Host, Host]
+) -> None:
+    """As after a machine was set back to a snapshot, without `tensorcast store restore`."""
+    a, b, c = trio
+    pages = fresh()
+    a.save(pages)
+    b.finds(pages)
+    database, copy = supervisor.folder / "store", supervisor.folder / "copy"
+    supervisor.stop(store.running)
+    shutil.copytree(database, copy)
+    later = pool.store(supervisor, address=store["store"])
+    until_blocking(lambda: all(each.statistics()["store_connected"] for each in trio), 30.0)
+    c.worker.running.process.kill()  # its shards are granted anew, under tokens that the copy does not know
+    until_blocking(lambda: a.shards_held + b.shards_held == 64, 30.0)
+    supervisor.stop(later.running)
+    shutil.rmtree(database)
+    copy.rename(database)
+    pool.store(supervisor, address=store["store"])
+    more = fresh()
+    a.save(more)
+    until_blocking(lambda: a.shards_held + b.shards_held == 64, 60.0)
+    b.finds([*pages, *more])
+    b.loads([*pages, *more])
