@@ -58,7 +58,8 @@ class Driver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has died, with something still to be read
+            self._process.stdin.close()
         try:
             self._process.wait(ENDING_S if kind is None else 0)
         except subprocess.TimeoutExpired:

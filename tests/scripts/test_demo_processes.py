@@ -122,7 +122,8 @@ def test_a_reserved_port_can_be_bound_by_the_program_and_is_given_to_nobody_else
 
 
 PARENT = """
-    import pathlib, sys
+    import pathlib, signal, sys
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in what a shell starts in the background
     sys.path.insert(0, sys.argv[1])
     from demo.processes import Supervisor, ready_file, terminated_as_exit
     with terminated_as_exit(), Supervisor(pathlib.Path(sys.argv[2]), grace_s=5.0) as supervisor:
