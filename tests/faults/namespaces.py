@@ -1,9 +1,12 @@
 """Hosts as network namespaces on one bridge, so that the link between two of them can be cut."""
 
+import itertools
 import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+
+_switches = itertools.count()
 
 
 def ip(*arguments: str) -> None:
@@ -41,7 +44,8 @@ class Switch:
     """A bridge with an address of its own and hosts on it. `close` takes everything away."""
 
     def __init__(self, hosts: int) -> None:
-        self._id = os.getpid() % 100_000
+        # Never the same twice: the kernel takes the links of a namespace away some time after the namespace.
+        self._id = os.getpid() % 10_000 * 10 + next(_switches) % 10
         self._bridge = f"tcb{self._id}"
         self._subnet = f"10.{64 + self._id % 128}.{self._id // 128 % 256}"
         self.address = f"{self._subnet}.1"
