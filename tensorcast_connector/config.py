@@ -26,6 +26,9 @@ PING_INTERVAL_S = 1.0
 SILENCE_MAX_S = (
     3.0  # a side that has not even answered a ping for so long is stopped or gone: the connection is given up
 )
+TCP_KEEPALIVE_IDLE_S = 30  # a silent host is probed after so long,
+TCP_KEEPALIVE_INTERVAL_S = 10  # so often,
+TCP_KEEPALIVE_PROBES = 3  # and given up after so many probes without an answer
 RECONNECT_DELAY_MIN_S = 0.05
 RECONNECT_DELAY_MAX_S = 2.0
 UNIX_PATH_BYTES_MAX = 107  # sun_path is 108 bytes with its terminating zero

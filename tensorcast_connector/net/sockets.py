@@ -8,7 +8,12 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from tensorcast_connector.config import CONNECTIONS_MAX
+from tensorcast_connector.config import (
+    CONNECTIONS_MAX,
+    TCP_KEEPALIVE_IDLE_S,
+    TCP_KEEPALIVE_INTERVAL_S,
+    TCP_KEEPALIVE_PROBES,
+)
 from tensorcast_connector.errors import ConfigError, TensorcastError, Unavailable
 from tensorcast_connector.net.private import bind_private
 from tensorcast_connector.net.transport import Buffer, Listener, OnStream, Stream
@@ -52,6 +57,7 @@ class SocketStream(asyncio.BufferedProtocol):
         self.peer = "unix"
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _keep_alive(sock)
             peer = transport.get_extra_info("peername")  # None if it has left already
             self.peer = f"{peer[0]}:{peer[1]}" if peer else "a peer that left"
         if self._accepted is not None:
@@ -232,6 +238,14 @@ class SocketStream(asyncio.BufferedProtocol):
                 self._transport.abort()
         self._wake_reader()
         self._flushed.set()
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """A host that vanished without a word is noticed by the kernel, and what its connections held is given back."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, TCP_KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, TCP_KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, TCP_KEEPALIVE_PROBES)
 
 
 class SocketListener:

@@ -71,6 +71,14 @@ async def send_in_pieces(stream: Stream, data: bytes, chance: random.Random) -> 
             await asyncio.sleep(0)
 
 
+async def test_a_host_that_vanished_is_noticed_by_the_kernel(ends: tuple[Stream, Stream]) -> None:
+    for each in ends:
+        sock = each._transport.get_extra_info("socket")  # type: ignore[attr-defined]
+        if sock.family == socket.AF_INET:
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+
+
 @pytest.mark.parametrize("seed", range(4))
 async def test_any_mix_of_reads_sees_the_bytes_that_were_sent(ends: tuple[Stream, Stream], seed: int) -> None:
     chance = random.Random(seed)
