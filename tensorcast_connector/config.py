@@ -216,7 +216,8 @@ class StoreConfig:
             )
 
 
-ROLES = ("basic", "gateway", "shard-home")
+SHARD_HOME = "shard-home"
+ROLES = ("basic", "gateway", SHARD_HOME)
 
 
 def parse_roles(text: str) -> tuple[str, ...]:

@@ -5,25 +5,18 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tensorcast_connector.config import CONNECT_TIMEOUT_S, HELLO_TIMEOUT_S, SIGNALS_TIMEOUT_S, parse_address
+from tensorcast_connector.config import HELLO_TIMEOUT_S, SIGNALS_TIMEOUT_S, parse_address
 from tensorcast_connector.core.cluster import ClusterView
 from tensorcast_connector.errors import ConfigError, DeadlineExceeded, ProtocolError, TensorcastError
-from tensorcast_connector.net.rpc import receive_frame, result_of
 from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.net.transport import Network
 from tensorcast_connector.store.client import read_cluster
 from tensorcast_connector.types import Address, WorkerId
-from tensorcast_connector.wire.codec import encode
-from tensorcast_connector.wire.frames import Kind, encode_frame
 from tensorcast_connector.wire.messages import (
-    PROTOCOL_VERSION,
-    PROTOCOL_VERSION_MIN,
     GetSignals,
     GetStory,
-    Hello,
     Signals,
     Story,
-    Welcome,
 )
 from tensorcast_connector.wire.store_messages import WorkerRecord
 
@@ -94,12 +87,12 @@ class Observatory:
         """What answers does not speak as a store does: is it one?"""
         for address in self._stores:
             try:
-                found = await who_is(self._network, address, self._name)
+                server, server_id = await who_is(self._network, address, self._name, self._chance)
             except TensorcastError:
                 continue
-            if found.server != "store":
+            if server != "store":
                 return ConfigError(
-                    f"store={str(address)!r} is a {found.server} ({found.server_id}); give the address that "
+                    f"store={str(address)!r} is a {server} ({server_id}); give the address that "
                     "`tensorcast store` or `tensorcast up` prints"
                 )
         return error
@@ -126,23 +119,19 @@ class Observatory:
         return WorkerStatus(record, signals, asked_at_s, "")
 
 
-async def who_is(network: Network, address: Address, name: str) -> Welcome:
-    """Who answers at `address`.
+async def who_is(network: Network, address: Address, name: str, chance: random.Random) -> tuple[str, str]:
+    """Who answers at `address`: "store" or "worker", and its id.
 
     Raises:
         TensorcastError: nobody, or nobody of ours.
     """
-    stream = await network.dial(address, CONNECT_TIMEOUT_S)
+    client = RpcClient(network, address, "client", name, chance)
+    client.start()
     try:
-        hello = Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION, "client", name)
-        stream.write(encode_frame(Kind.REQUEST, 1, encode(hello)))
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
-            _, frame = await receive_frame(stream)
-        return result_of(frame, Welcome)
-    except TimeoutError:
-        raise DeadlineExceeded(f"{address} did not answer hello within {HELLO_TIMEOUT_S:g} s") from None
+        await client.wait_connected(HELLO_TIMEOUT_S, patient=False)
+        return client.server, client.server_id
     finally:
-        stream.close()
+        await client.close()
 
 
 async def read_story(network: Network, worker: Address, text: str, name: str, chance: random.Random) -> list[str]:
@@ -157,9 +146,8 @@ async def read_story(network: Network, worker: Address, text: str, name: str, ch
         await client.wait_connected(SIGNALS_TIMEOUT_S, patient=False)
         return (await client.call(GetStory(text), Story, SIGNALS_TIMEOUT_S)).lines
     except ProtocolError as error:
-        found = await who_is(network, worker, name)
-        if found.server == "worker":
+        if client.server == "worker":
             raise
-        raise ConfigError(f"worker={str(worker)!r} is a {found.server}; stories are told by workers") from error
+        raise ConfigError(f"worker={str(worker)!r} is a {client.server}; stories are told by workers") from error
     finally:
         await client.close()

@@ -8,7 +8,7 @@ pass in C; what concerns a shard as a whole, which is rare, looks at every page.
 from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import repeat
 
-from tensorcast_connector.core.placement import BYTE_VALUES, shard_of
+from tensorcast_connector.core.placement import BYTE_VALUES, shard_of, shard_of_byte
 from tensorcast_connector.types import Token, WorkerId
 from tensorcast_connector.wire.codec import pack_numbered
 
@@ -59,7 +59,7 @@ class Catalog:
 
     def _by_last_byte(self, shards: Set[int]) -> list[bool]:
         """For the last byte of a key, which decides its shard, whether that is one of `shards`."""
-        return [byte % self._shards in shards for byte in range(BYTE_VALUES)]
+        return [shard_of_byte(byte, self._shards) in shards for byte in range(BYTE_VALUES)]
 
     def missing(self, worker: WorkerId) -> set[int]:
         """Held shards of which `worker` has not reported its inventory."""

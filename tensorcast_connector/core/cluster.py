@@ -25,7 +25,7 @@ from tensorcast_connector.wire.store_messages import (
 )
 
 CLUSTER = "cluster/"
-INCARNATION = "cluster/incarnation"  # also in store/kv.py, which knows nothing of clusters
+INCARNATION = "cluster/incarnation"
 SHARD_COUNT = "cluster/shard-count"
 WORKERS = "cluster/workers/"
 INSTANCES = "cluster/instances/"

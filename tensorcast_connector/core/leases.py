@@ -17,12 +17,11 @@ from tensorcast_connector.config import (
     HANDOVER_DOUBLINGS_MAX,
     HANDOVER_SHARDS_MAX,
     SHARD_CONTENDERS,
+    SHARD_HOME,
 )
 from tensorcast_connector.core.cluster import ClusterView
 from tensorcast_connector.core.placement import shard_ranking
 from tensorcast_connector.types import Token, WorkerId
-
-SHARD_HOME = "shard-home"
 
 
 class ShardLeases:

@@ -250,6 +250,11 @@ class Member:
         self._lease_at = now
 
     @property
+    def engines(self) -> int:
+        """How many engines of this host are listed, or are to be."""
+        return sum(isinstance(record, InstanceRecord) for record in self._listed.values())
+
+    @property
     def lease_id(self) -> int:
         """Of the lease everything hangs on; 0 while there is none."""
         return self._leases.lease_id

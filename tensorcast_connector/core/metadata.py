@@ -93,10 +93,11 @@ class Metadata:
         calls: list[Call] = [*self.member.poll(now)]
         self._hold()  # a handover may just have begun
         calls += [PeerCall(home, report, STORE_TIMEOUT_S) for home, report in self.reporter.poll(now)]
+        ours = self._ours()
         for worker, at in self._ask_times().items():
             if at <= now:
                 self._ask_at[worker] = now + ASK_INVENTORY_INTERVAL_S
-                missing, ours = self.catalog.missing(worker), self._ours()
+                missing = self.catalog.missing(worker)
                 if grants := [(shard, *ours[shard]) for shard in sorted(missing.intersection(ours))]:
                     self._asked[worker] = PeerCall(worker, AskInventory(self.worker_id, grants), STORE_TIMEOUT_S)
                     calls.append(self._asked[worker])

@@ -22,7 +22,12 @@ def hrw_rank(what: bytes, workers: Iterable[WorkerId]) -> list[WorkerId]:
 
 def shard_of(key: bytes, shards: int) -> int:
     """The shard of a page: from the last byte of the engine's block hash, which is a digest and so evenly spread."""
-    return key[-1] % shards
+    return shard_of_byte(key[-1], shards)
+
+
+def shard_of_byte(byte: int, shards: int) -> int:
+    """The same from that byte, for tables of all its values."""
+    return byte % shards
 
 
 def valid_shard_count(shards: int) -> bool:

@@ -83,6 +83,7 @@ class RpcClient:
         self._addresses = [addresses] if isinstance(addresses, Address) else list(addresses)
         self.address = self._addresses[0]
         self.error: TensorcastError = Unavailable(f"not yet connected to {self.address}")
+        self.server = ""  # what it is: "store" or "worker"
         self.server_id = ""
         self.version = 0  # of the protocol, as agreed on the last connection
         self.connected = False
@@ -220,7 +221,7 @@ class RpcClient:
         watching: asyncio.Task[TensorcastError] | None = None
         try:
             greeting = await self._exchange(stream, self._hello, Welcome, HELLO_TIMEOUT_S)
-            self.server_id, self.version = greeting.server_id, greeting.version
+            self.server, self.server_id, self.version = greeting.server, greeting.server_id, greeting.version
             self._stream = stream
             if self._on_connected is not None:
                 await self._on_connected(self)

@@ -13,10 +13,10 @@ from pathlib import Path
 import blake3
 import msgspec
 
+from tensorcast_connector.core.cluster import INCARNATION
 from tensorcast_connector.errors import ConfigError, Conflict, Unavailable
 from tensorcast_connector.store.incarnation import INCARNATION_MAX, parse_incarnation, read_incarnation
 from tensorcast_connector.store.kv import (
-    INCARNATION_KEY,
     RESTORING_KEY,
     TXN_BYTES_MAX,
     TXN_OPERATIONS_MAX,
@@ -60,7 +60,7 @@ async def take_backup(kv: KvStore) -> Backup:
     """
     incarnation = await read_incarnation(kv)
     revision, found = await kv.range("")
-    entries = [(each.key, each.value) for each in found if not each.lease_id and each.key != INCARNATION_KEY]
+    entries = [(each.key, each.value) for each in found if not each.lease_id and each.key != INCARNATION]
     if not incarnation or not entries:
         raise ConfigError(
             "there is no cluster in this database: nothing was written (is the folder, or etcd_prefix, the right one?)"
@@ -134,7 +134,7 @@ def read_backup(path: Path) -> Backup:
         entries = [msgspec.json.decode(line, type=tuple[str, bytes]) for line in lines[:-2]]
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"backup {path}: {error}; nothing was restored") from error
-    named = {key for key, _ in entries} - {"", INCARNATION_KEY, RESTORING_KEY}
+    named = {key for key, _ in entries} - {"", INCARNATION, RESTORING_KEY}
     if not (header.count == len(entries) == len(named) and 0 <= header.incarnation < INCARNATION_MAX - 1):
         raise ConfigError(f"backup {path}: its header and its keys contradict each other; nothing was restored")
     return Backup(header.revision, header.incarnation, entries)
@@ -154,10 +154,10 @@ async def restore_backup(kv: KvStore, backup: Backup, *, replace: bool, now_unix
     marker = next((each for each in found if each.key == RESTORING_KEY), None)
     if found and not replace and marker is None:
         raise ConfigError(f"the database is not empty ({len(found)} keys); --replace gives up what is in it")
-    earlier = [parse_incarnation(each.value) for each in found if each.key in (INCARNATION_KEY, RESTORING_KEY)]
+    earlier = [parse_incarnation(each.value) for each in found if each.key in (INCARNATION, RESTORING_KEY)]
     incarnation = max(now_unix_s, backup.incarnation + 1, *(each + 1 for each in earlier), 1)
     if isinstance(kv, SqliteKv):
-        entries = [*backup.entries, (INCARNATION_KEY, str(incarnation).encode())]
+        entries = [*backup.entries, (INCARNATION, str(incarnation).encode())]
         await kv.replace_all(entries, backup.revision)
     else:
         try:
@@ -180,12 +180,12 @@ async def _replace_in_steps(kv: KvStore, backup: Backup, incarnation: bytes, mar
     _, found = await kv.range("")
     for lease_id in {each.lease_id for each in found if each.lease_id}:
         await kv.lease_revoke(lease_id)  # with its keys: whoever lives registers anew
-    kept = (INCARNATION_KEY, RESTORING_KEY)
+    kept = (INCARNATION, RESTORING_KEY)
     for part in _parts([Delete(each.key) for each in found if not each.lease_id and each.key not in kept]):
         await step(part)
     for part in _parts([Put(key, value) for key, value in backup.entries]):
         await step(part)
-    await step([Put(INCARNATION_KEY, incarnation), Delete(RESTORING_KEY)])
+    await step([Put(INCARNATION, incarnation), Delete(RESTORING_KEY)])
 
 
 def _parts(operations: Sequence[Put | Delete]) -> Iterator[list[Put | Delete]]:

@@ -13,7 +13,6 @@ from tensorcast_connector.errors import Exhausted
 
 TXN_OPERATIONS_MAX = 128  # compares included
 TXN_BYTES_MAX = 1 << 20  # of all values together
-INCARNATION_KEY = "cluster/incarnation"  # which life of the database this is; see store/incarnation.py
 RESTORING_KEY = "restoring"  # there while a restore is under way that is not one transaction
 
 

@@ -85,8 +85,9 @@ class Store:
     server = "store"
     decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(StoreRequest)
 
-    def __init__(self, kv: KvStore, server_id: str, life: int = 0) -> None:
+    def __init__(self, kv: KvStore, server_id: str, life: int = 0, shards: int = SHARDS) -> None:
         self._kv = kv
+        self._shards = shards  # of a new life, if the database has lost the number
         self._life = life  # the highest incarnation seen
         self.server_id = server_id
         self.outcomes: Counter[tuple[str, str]] = Counter()  # of requests, by (message, "ok" or the code of the error)
@@ -262,7 +263,7 @@ class Store:
         if not found or _incarnation(found) <= former:
             compare = Compare(INCARNATION, found[0].mod_revision if found else 0)
             await self._kv.txn([compare], [Put(INCARNATION, b"%d" % (former + 1))])
-        await prepare(self._kv)
+        await self._kv.txn([Compare(SHARD_COUNT, 0)], [Put(SHARD_COUNT, b"%d" % self._shards)])
 
     async def _watch(self, message: Watch) -> Message:
         """Answers as soon as something has changed, else after `wait_ms` with nothing; never later than WATCH_WAIT_S."""
@@ -342,9 +343,9 @@ async def listen(network: Network, address: Address, store: Store) -> Listener:
 
 async def open_store(kv: KvStore, server_id: str, shards: int = 0) -> Store:
     """A store on `kv`. See `prepare` for `shards`."""
-    await prepare(kv, shards)
+    count = await prepare(kv, shards)
     _, found = await kv.range(INCARNATION)
-    return Store(kv, server_id, _incarnation(found))
+    return Store(kv, server_id, _incarnation(found), count)
 
 
 async def serve_store(network: Network, address: Address, kv: KvStore, server_id: str, shards: int = 0) -> Listener:

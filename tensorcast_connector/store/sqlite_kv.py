@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tensorcast_connector.config import HISTORY_BYTES_MAX, HISTORY_REVISIONS_MAX
+from tensorcast_connector.core.cluster import INCARNATION
 from tensorcast_connector.errors import Compacted, ConfigError, NotFound, Unavailable
 from tensorcast_connector.store.kv import (
-    INCARNATION_KEY,
     Compare,
     Delete,
     Event,
@@ -272,7 +272,7 @@ class SqliteKv:
         """See KvStore."""
 
         def work() -> int:
-            incarnation = self._db.execute("SELECT CAST(value AS INTEGER) FROM kv WHERE key = ?", (INCARNATION_KEY,))
+            incarnation = self._db.execute("SELECT CAST(value AS INTEGER) FROM kv WHERE key = ?", (INCARNATION,))
             # Never an id of an earlier life of the database either: somebody may still try to renew that one.
             least = (incarnation.fetchone() or (0,))[0] << LEASES_PER_INCARNATION_BITS
             lease_id = self._db.execute(_INSERT_LEASE, {"least": least, "ttl_s": ttl_s}).lastrowid

@@ -93,7 +93,7 @@ class WorkerMetrics:
                 "lease_valid": int(peers.metadata.leases.may_write(peers.now())),
                 "leases_lost_total": counters["leases_lost"],
                 "workers": peers.states(),
-                "engines": peers.engines,
+                "engines": peers.metadata.member.engines,
                 "shards": {
                     "all": counters["shards"],
                     "held": counters["shards_held"],

@@ -29,7 +29,7 @@ from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.net.transport import Network
 from tensorcast_connector.types import Address, WorkerId
 from tensorcast_connector.wire.messages import SHARD_HOMES_VERSION, Message, Ok, PagesFound
-from tensorcast_connector.wire.store_messages import InstanceRecord, RevokeLease, WorkerRecord
+from tensorcast_connector.wire.store_messages import RevokeLease, WorkerRecord
 from tensorcast_connector.worker.pages import Pages
 from tensorcast_connector.worker.recorder import Record, unrecorded
 from tensorcast_connector.worker.state_log import StateLog
@@ -64,13 +64,12 @@ class Peers:
         self._pumping: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._fetches = itertools.count()
-        self._unreachable: set[WorkerId] = set()  # members whose address is none; the log has been told
+        self._without_address: set[WorkerId] = set()  # members whose address is none; the log has been told
         self._record = record
         self._old_store_told = False
         self.metadata = Metadata(me, pages)
         self.log = StateLog(self.metadata, record)
         self.traffic = Traffic(record)
-        self._engines: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<Peers of {self._id}: {len(self._clients)} others>"
@@ -184,22 +183,13 @@ class Peers:
 
     def add(self, record: Listed) -> None:
         """Lists an engine of this host, or a copy of an artifact, at the store."""
-        if isinstance(record, InstanceRecord):
-            self._engines.add(record.instance_id)
         self.metadata.member.add(record)
-        self._wake.set()
+        self.wake()
 
     def remove(self, record: Listed) -> None:
         """Takes it off the list."""
-        if isinstance(record, InstanceRecord):
-            self._engines.discard(record.instance_id)
         self.metadata.member.remove(record)
-        self._wake.set()
-
-    @property
-    def engines(self) -> int:
-        """How many engines of this host are attached."""
-        return len(self._engines)
+        self.wake()
 
     # --- who is there ---
 
@@ -211,7 +201,7 @@ class Peers:
     def states(self) -> dict[str, int]:
         """How many of the other workers listed are connected, connecting, and unreachable."""
         apart = {worker_id for worker_id, client in self._clients.items() if not client.connected}
-        unreachable = len(apart & self.log.unreachable) + len(self._unreachable)
+        unreachable = len(apart & self.log.unreachable) + len(self._without_address)
         return {
             "connected": len(self._clients) - len(apart),
             "connecting": len(apart - self.log.unreachable),
@@ -221,18 +211,18 @@ class Peers:
     def _meet(self) -> None:
         """Connects to who is new, forgets who left."""
         workers = self.metadata.view.workers
-        self._unreachable &= set(workers)
+        self._without_address &= set(workers)
         for gone in set(self._clients) - set(workers):
             self._disconnect(gone)
         for worker_id, record in workers.items():
-            if worker_id != self._id and worker_id not in self._clients and worker_id not in self._unreachable:
+            if worker_id != self._id and worker_id not in self._clients and worker_id not in self._without_address:
                 self._connect(worker_id, record)
 
     def _connect(self, worker_id: WorkerId, record: WorkerRecord) -> None:
         try:
             address = parse_address(record.address, f"address of worker {worker_id}")
         except ConfigError as error:
-            self._unreachable.add(worker_id)
+            self._without_address.add(worker_id)
             logger.warning("a member that cannot be reached: %s", error)
             return
         client = RpcClient(self._network, address, "worker", self._id, self._chance, on_connected=self._connected)

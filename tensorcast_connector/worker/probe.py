@@ -114,6 +114,6 @@ class Probe:
             link=link, fetched_bytes=counters["bytes_fetched"], sent_bytes=counters["bytes_sent"],
             requests_in_flight=self.engines.in_flight + self.workers.in_flight,
             requests_of_busiest=max(self.engines.busiest, self.workers.busiest), sends_in_flight=self.pages.sends,
-            fetches_waiting=self.pages.fetches, engines=self.peers.engines,
+            fetches_waiting=self.pages.fetches, engines=self.peers.metadata.member.engines,
             shards=sorted(self.peers.metadata.leases.held),
         )  # fmt: skip

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from tensorcast_connector.cli import main
+from tensorcast_connector.core.cluster import INCARNATION
 from tensorcast_connector.errors import ConfigError, Conflict, NotFound, Unavailable
 from tensorcast_connector.store import backup as backup_module
 from tensorcast_connector.store.backup import Backup, read_backup, restore_backup, take_backup, write_backup
 from tensorcast_connector.store.etcd_kv import EtcdKv
 from tensorcast_connector.store.incarnation import ensure_incarnation
-from tensorcast_connector.store.kv import INCARNATION_KEY, RESTORING_KEY, Compare, Delete, KvStore, Put
+from tensorcast_connector.store.kv import RESTORING_KEY, Compare, Delete, KvStore, Put
 from tensorcast_connector.store.sqlite_kv import SqliteKv
 from tensorcast_connector.testing.clock import SettableClock
 from tests.store.conftest import Backend, EtcdBackend
@@ -51,7 +52,7 @@ async def test_there_and_back(backend: Backend, tmp_path: Path) -> None:
     assert read_backup(tmp_path / "b") == taken
     await kv.txn([], [Put("a", b"later"), Put("new", b""), Delete("c\nd")])
     assert await restore_backup(kv, taken, replace=True, now_unix_s=5) == NOW + 1
-    expected = {**dict(ENTRIES), INCARNATION_KEY: b"%d" % (NOW + 1)}
+    expected = {**dict(ENTRIES), INCARNATION: b"%d" % (NOW + 1)}
     assert await content(kv) == expected
     with pytest.raises(NotFound):
         await kv.lease_keepalive(lease)
@@ -138,14 +139,14 @@ async def test_a_restore_into_etcd_that_was_interrupted(
         with pytest.raises(Interrupted):
             await restore_backup(kv, Backup(1, 1, entries), replace=True, now_unix_s=0)
     if after == 0:
-        assert set(await content(kv)) == {INCARNATION_KEY, "leased", *dict(ENTRIES)}, "nothing was changed"
+        assert set(await content(kv)) == {INCARNATION, "leased", *dict(ENTRIES)}, "nothing was changed"
         return
     assert RESTORING_KEY in await content(kv)
     for attempt in (ensure_incarnation(kv, NOW), take_backup(kv)):
         with pytest.raises(ConfigError, match="was interrupted; run `tensorcast store restore` again"):
             await attempt
     incarnation = await restore_backup(kv, Backup(1, 1, entries), replace=False, now_unix_s=0)
-    assert incarnation > NOW and await content(kv) == {**dict(entries), INCARNATION_KEY: b"%d" % incarnation}
+    assert incarnation > NOW and await content(kv) == {**dict(entries), INCARNATION: b"%d" % incarnation}
     assert await ensure_incarnation(kv, 1) == incarnation
 
 
@@ -163,7 +164,7 @@ async def test_two_restores_at_once_do_not_mix(backend: EtcdBackend, monkeypatch
     )
     assert all(isinstance(each, Conflict | int) for each in done) and any(isinstance(each, int) for each in done), done
     if RESTORING_KEY not in (found := await content(backend.kv)):
-        found.pop(INCARNATION_KEY)
+        found.pop(INCARNATION)
         assert found in (dict(sets[0]), dict(sets[1]))
     await other.close()
 

@@ -24,7 +24,7 @@ from tensorcast_connector.store import sqlite_kv
 from tensorcast_connector.store.client import read_cluster
 from tensorcast_connector.store.incarnation import ensure_incarnation
 from tensorcast_connector.store.kv import Delete, Put
-from tensorcast_connector.store.server import Store, prepare, serve_store
+from tensorcast_connector.store.server import Store, open_store, prepare, serve_store
 from tensorcast_connector.store.sqlite_kv import SqliteKv
 from tensorcast_connector.testing.clock import SettableClock
 from tensorcast_connector.testing.network import FakeNetwork
@@ -315,6 +315,18 @@ async def test_an_emptied_database_begins_a_new_life(served: Served) -> None:
     after = await served.watch(before.revision, before.incarnation)
     assert after.complete and after.incarnation == LIFE + 1
     assert {entry.key for entry in after.entries} == {INCARNATION, SHARD_COUNT}
+
+
+async def test_a_new_life_has_as_many_shards_as_the_former(tmp_path: Path) -> None:
+    kv = SqliteKv(tmp_path / "store" / "store.db", SettableClock())
+    await ensure_incarnation(kv, LIFE)
+    store = await open_store(kv, "s", 16)
+    for key in (INCARNATION, SHARD_COUNT):
+        await kv.txn([], [Delete(key)])
+    changes = await store.changes(Watch(LIFE, 3, 0))
+    assert changes.incarnation == LIFE + 1
+    assert {entry.key: entry.value for entry in changes.entries}[SHARD_COUNT] == b"16"
+    await kv.close()
 
 
 async def test_who_is_too_far_behind_is_sent_everything(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

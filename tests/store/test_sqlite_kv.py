@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from tensorcast_connector.core.cluster import INCARNATION
 from tensorcast_connector.errors import Compacted, ConfigError, NotFound, Unavailable
 from tensorcast_connector.store import sqlite_kv
 from tensorcast_connector.store.incarnation import ensure_incarnation
-from tensorcast_connector.store.kv import INCARNATION_KEY, Compare, Delete, Event, KeyValue, Put
+from tensorcast_connector.store.kv import Compare, Delete, Event, KeyValue, Put
 from tensorcast_connector.store.sqlite_kv import SqliteKv
 from tensorcast_connector.testing.clock import SettableClock
 
@@ -205,7 +206,7 @@ async def test_leases_of_another_life_have_other_ids(tmp_path: Path) -> None:
 
 async def test_an_incarnation_that_is_none(kv: SqliteKv) -> None:
     for value in (b"", b"x", b"-1", b"0", b"1" * 50, b"9" * 13):
-        await put(kv, INCARNATION_KEY, value)
+        await put(kv, INCARNATION, value)
         with pytest.raises(ConfigError, match="which is no incarnation"):
             await ensure_incarnation(kv, 1000)
 
