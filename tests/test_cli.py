@@ -285,3 +285,29 @@ def test_the_number_of_shards_of_a_cluster(tmp_path: Path, capsys: pytest.Captur
         pass
     assert main([*at, "--shards", "16"]) == 2
     assert "shards=16: this cluster has 8 since it was made, and keeps them" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_and_a_user_who_stops_end_it_without_a_word(tmp_path: Path) -> None:
+    with running(tmp_path, "store", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "s")) as (_, ready):
+        watch = [*TENSORCAST, "status", "--store", ready["store"], "--json", "--watch", "0.05"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        reader = subprocess.Popen(watch, **pipes)  # type: ignore[call-overload]
+        assert reader.stdout.readline().startswith("{")
+        reader.stdout.close()
+        assert (reader.wait(20), reader.stderr.read()) == (1, "")
+        reader.stderr.close()
+        with socket.socket() as silent:  # a store that never answers
+            silent.bind(("127.0.0.1", 0))
+            silent.listen()
+            program = (
+                "import signal, sys\n"
+                "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+                "from tensorcast_connector import cli\n"
+                f"sys.exit(cli.main(['status', '--store', '127.0.0.1:{silent.getsockname()[1]}']))\n"
+            )
+            user = subprocess.Popen([sys.executable, "-c", program], **pipes)  # type: ignore[call-overload]
+            connection, _ = silent.accept()
+            user.send_signal(signal.SIGINT)
+            out, error = user.communicate(timeout=20)
+            connection.close()
+            assert (user.returncode, out, error) == (130, "", "")

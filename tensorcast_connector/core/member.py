@@ -71,7 +71,7 @@ class Member:
         self._listed_at = 0.0  # when the store was last told of a listing, as far as is known
         self._watch_at = 0.0
         self._registered_revision = 0
-        self._registered_life = 0  # as far as was known
+        self._listed_life = 0  # the life of the store in which we were seen listed, since we registered
         self._lease_error: TensorcastError | None = None
         self._watch_error: TensorcastError | None = None
 
@@ -181,7 +181,7 @@ class Member:
         self._leases.renewed(reply.lease_id, call.sent_at, MEMBER_TTL_S)
         self._leases.update(self._view, now)
         self._registered_revision = reply.revision
-        self._registered_life = self._view.incarnation
+        self._listed_life = 0
         self._untold = {key: (record, True) for key, record in self._listed.items()}
         self._listed_at = now
         self._lease_at = call.sent_at + HEARTBEAT_INTERVAL_S
@@ -198,10 +198,12 @@ class Member:
             self._view.apply(reply)
         finally:  # what made sense of it counts
             me = WorkerId(self._record.worker_id)
-            another_life = 0 < self._registered_life < self._view.incarnation
+            another_life = 0 < self._listed_life < self._view.incarnation
             recent = self._view.revision >= self._registered_revision or another_life
             if self._leases.lease_id and recent and me not in self._view.workers:
                 self._lost(now)  # whatever the lease's number means to this store, it is not ours
+            if me in self._view.workers:
+                self._listed_life = self._view.incarnation
             self._leases.update(self._view, now)
             if self._leases.lease_id and sent_at > self._listed_at and not self._untold:
                 self._compare()

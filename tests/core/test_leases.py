@@ -287,3 +287,23 @@ def test_another_number_of_shards_is_another_ranking() -> None:
     one.view.apply(everything([A, B], {}, revision=500, incarnation=2, shards=4))
     one.update(1.0)
     assert set(one.leases.claims(100.0)) == {0, 1, 2, 3}
+
+
+def test_who_does_not_take_what_it_is_given_waits_twice_as_long_each_time() -> None:
+    one, _ = overfull()
+    now = HANDOVER_AFTER_S
+    shards = one.leases.handovers(now)
+    for times in range(1, 4):
+        one.leases.given_back(shards, now)
+        one.see(now, ended=shards)
+        one.see(now, dict.fromkeys(shards, A))  # nobody else claimed them
+        assert not set(one.leases.handovers(now + 2**times * HANDOVER_AFTER_S - 0.01)) & set(shards)
+        now += 2**times * HANDOVER_AFTER_S
+        one.leases.renewed(LEASES[A], now, TTL)
+        assert set(shards) <= set(one.leases.handovers(now))
+    one.leases.given_back(shards, now)
+    one.see(now, dict.fromkeys(shards, B))
+    one.see(now, dict.fromkeys(shards, A))
+    now += HANDOVER_AFTER_S
+    one.leases.renewed(LEASES[A], now, TTL)
+    assert set(shards) <= set(one.leases.handovers(now)), "it took them once: no reason to wait"

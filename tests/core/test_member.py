@@ -425,3 +425,18 @@ def test_answers_of_calls_that_are_not_under_way_mean_nothing(talk: Talk) -> Non
     talk.fail(watch, AWAY)
     talk.answer(watch, delta(deleted=[worker_key(A)], revision=130))
     assert A in talk.view.workers
+
+
+def test_in_another_life_of_the_store_our_lease_is_somebody_elses(talk: Talk) -> None:
+    """The database went back: its revisions are lower, and it may grant our lease's number again."""
+    watch = talk.join()
+    talk.answer(watch, everything([worker(B)], {}, revision=8, incarnation=2))
+    assert talk.member.lease_id == 0 and not talk.leases.may_write(talk.now)
+    assert isinstance(talk.says().message, RegisterWorker)
+
+
+def test_a_view_from_before_we_registered_says_nothing_of_us(talk: Talk) -> None:
+    calls = {type(call.message): call for call in talk.poll()}
+    talk.answer(calls[RegisterWorker], LeaseGranted(LEASE, 90))
+    talk.answer(calls[Watch], everything([worker(B)], {}, revision=80, incarnation=2))
+    assert talk.member.lease_id == LEASE
