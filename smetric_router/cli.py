@@ -1,6 +1,7 @@
 """The command `smetric-router`."""
 
 import argparse
+import platform
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -46,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="smetric-router",
         description="An OpenAI-compatible router that keeps sessions where their prefix is cached.",
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="route requests to engines", description="Route requests to engines.")
     serve.add_argument("--config", type=Path, metavar="FILE", help="TOML file; see configs/router.toml")
@@ -64,10 +65,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _version() -> str:
+    """Of the package, and of the Python it runs on."""
     try:
-        return version("tensorcast-connector")
+        package = version("tensorcast-connector")
     except PackageNotFoundError:
-        return "unknown"
+        package = "unknown (not installed)"
+    return f"smetric-router {package}, Python {platform.python_version()}"
 
 
 if __name__ == "__main__":

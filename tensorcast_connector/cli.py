@@ -3,176 +3,42 @@
 import argparse
 import asyncio
 import io
-import json
-import logging
 import os
-import random
-import signal
+import platform
 import socket
 import sys
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
+from tensorcast_connector.cli_database import back_up, restore
 from tensorcast_connector.cli_logs import set_up_logging
+from tensorcast_connector.cli_serve import serve_both, serve_store, serve_worker
 from tensorcast_connector.cli_status import run_status, run_story, status_flags, story_flags
 from tensorcast_connector.config import (
     StoreConfig,
     WorkerConfig,
     config_from_file,
     default_runtime_dir,
-    parse_address,
-    parse_endpoints,
     parse_metrics,
     parse_size,
 )
 from tensorcast_connector.errors import ConfigError, TensorcastError
 from tensorcast_connector.net.private import private_directory
-from tensorcast_connector.net.sockets import SocketNetwork
-from tensorcast_connector.store.backup import read_backup, restore_backup, take_backup, write_backup
-from tensorcast_connector.store.incarnation import ensure_incarnation
-from tensorcast_connector.store.kv import KvStore
-from tensorcast_connector.store.measured_kv import MeasuredKv
-from tensorcast_connector.store.server import Store, listen, open_store
-from tensorcast_connector.store.sqlite_kv import SqliteKv
-from tensorcast_connector.worker.server import Worker, start_worker
+from tensorcast_connector.wire.messages import PROTOCOL_VERSION
 
-logger = logging.getLogger("tensorcast")
+# --- what the flags say -----------------------------------------------------------------------------------------------
 
 
-def boottime_s() -> float:
-    """Seconds that go on during suspend and never jump."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-async def _open_kv(stack: AsyncExitStack, config: StoreConfig) -> KvStore:
-    kv: KvStore
-    if config.etcd:
-        from tensorcast_connector.store.etcd_kv import open_etcd  # the HTTP client takes a while to load
-
-        kv = await open_etcd(parse_endpoints(config.etcd, "etcd"), config.etcd_prefix)
-    else:
-        kv = SqliteKv(_database(config), boottime_s)
-    stack.push_async_callback(kv.close)
-    return kv
-
-
-def _database(config: StoreConfig) -> Path:
-    return Path(config.data_dir) / "store.db"
-
-
-def _where(config: StoreConfig) -> str:
-    return f"etcd {config.etcd} {config.etcd_prefix}" if config.etcd else config.data_dir
-
-
-@dataclass
-class _Running:
-    """What runs in this process and has metrics."""
-
-    stores: list[tuple[Store, MeasuredKv]] = field(default_factory=list)
-    workers: list[Worker] = field(default_factory=list)
-
-
-async def _start_store(stack: AsyncExitStack, config: StoreConfig, running: _Running) -> str:
-    address = parse_address(config.listen, "listen")
-    kv = await _open_kv(stack, config)
-    await ensure_incarnation(kv, int(time.time()))
-    measured = MeasuredKv(kv, time.monotonic)
-    store = await open_store(measured, _where(config), config.shards)
-    listener = await listen(SocketNetwork(), address, store)
-    stack.push_async_callback(listener.close)
-    running.stores.append((store, measured))
-    fields = {"event": "serving", "address": str(listener.address), "database": _where(config)}
-    logger.info("store serves at %s, database in %s", listener.address, _where(config), extra=fields)
-    return str(listener.address)
-
-
-async def _backup(config: StoreConfig, path: Path) -> None:
-    if not config.etcd and not _database(config).exists():
-        raise ConfigError(f"there is no store database in {config.data_dir}")
-    async with AsyncExitStack() as stack:
-        backup = await take_backup(await _open_kv(stack, config))
-    write_backup(path, backup)
-    print(
-        f"{len(backup.entries)} key(s) at revision {backup.revision}, incarnation {backup.incarnation}, written to {path}"
-    )
-
-
-async def _restore(config: StoreConfig, path: Path, replace_all: bool) -> None:
-    backup = read_backup(path)
-    async with AsyncExitStack() as stack:
-        kv = await _open_kv(stack, config)
-        incarnation = await restore_backup(kv, backup, replace=replace_all, now_unix_s=int(time.time()))
-    print(f"{len(backup.entries)} key(s) restored to {_where(config)}, incarnation {incarnation}")
-
-
-async def _start_worker(stack: AsyncExitStack, config: WorkerConfig, running: _Running) -> dict[str, str]:
-    worker = await start_worker(config, SocketNetwork(), random.Random(), boottime_s)
-    stack.push_async_callback(worker.close)
-    running.workers.append(worker)
-    return {"worker": str(worker.socket), "peer": str(worker.address), "worker_id": worker.worker_id}
-
-
-async def _start_metrics(stack: AsyncExitStack, metrics: str, running: _Running) -> dict[str, str]:
-    """Serves the metrics of all that runs here, if there is an address for it; what to add to the ready file."""
-    address = parse_metrics(metrics)
-    if address is None:
-        return {}
-    from tensorcast_connector.net.metrics_server import Source, serve_metrics  # the HTTP server takes a while to load
-    from tensorcast_connector.store.metrics import StoreMetrics
-    from tensorcast_connector.worker.metrics import WorkerMetrics
-
-    sources: list[Source] = [StoreMetrics(*store) for store in running.stores]
-    sources += [WorkerMetrics(worker) for worker in running.workers]
-    listener = await serve_metrics(address, sources)
-    stack.push_async_callback(listener.close)
-    return {"metrics": str(listener.address)}
-
-
-Start = Callable[[AsyncExitStack], Awaitable[dict[str, str]]]
-
-
-def _serve(start: Start, ready_file: str) -> None:
-    """Runs what `start` starts until SIGTERM or SIGINT."""
-    asyncio.run(_until_stopped(start, ready_file))
-
-
-async def _until_stopped(start: Start, ready_file: str) -> None:
-    stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    if ready_file:
-        _ready(ready_file, None)
-    async with AsyncExitStack() as stack:
-        ready = await start(stack)
-        if ready_file:
-            stack.callback(_ready, ready_file, None)
-            _ready(ready_file, ready)
-        await stopped.wait()
-        logger.info("stopping")
-
-
-def _ready(path: str, addresses: dict[str, str] | None) -> None:
-    """Writes the ready file as a whole, or removes it: it is there only while its addresses are served."""
-    try:
-        if addresses is None:
-            Path(path).unlink(missing_ok=True)
-        else:
-            partial = Path(f"{path}.partial")
-            partial.write_text(json.dumps(addresses) + "\n")
-            partial.rename(path)
-    except OSError as error:
-        raise ConfigError(f"ready file {path}: {error.strerror}") from error
-
-
-def _worker_config(args: argparse.Namespace, store: str | None, default_socket: str = "") -> WorkerConfig:
+def _worker_config(
+    args: argparse.Namespace, store: str | None, default_socket: str = "", refused: Mapping[str, str] | None = None
+) -> WorkerConfig:
     arena = parse_size(args.arena, "arena") if args.arena is not None else None
     flags = {"store": store, "name": args.name, "listen": args.listen, "advertise": args.advertise,
              "socket": args.socket, "arena_bytes": arena, "roles": args.roles, "metrics": args.metrics}  # fmt: skip
-    config = config_from_file(WorkerConfig, args.config or "", flags)
+    config = config_from_file(WorkerConfig, args.config or "", flags, refused)
     parse_metrics(config.metrics)
     name = config.name or socket.gethostname()
     path = config.socket or default_socket or str(default_runtime_dir() / f"{name}.sock")
@@ -185,61 +51,49 @@ def _store_config(args: argparse.Namespace) -> StoreConfig:
     return config_from_file(StoreConfig, args.config or "", flags)
 
 
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
 def _run_backup(args: argparse.Namespace) -> None:
-    asyncio.run(_backup(_store_config(args), Path(args.to)))
+    _check_serves_nothing(args)
+    asyncio.run(back_up(_store_config(args), Path(args.to)))
 
 
 def _run_restore(args: argparse.Namespace) -> None:
-    asyncio.run(_restore(_store_config(args), Path(args.file), args.replace))
+    _check_serves_nothing(args)
+    asyncio.run(restore(_store_config(args), Path(args.file), args.replace, args.force))
+
+
+def _check_serves_nothing(args: argparse.Namespace) -> None:
+    """Flags of the store itself, before the word for what is done with its database."""
+    for flag in ("shards", "listen", "metrics", "ready_file"):
+        if getattr(args, flag):
+            name = "--" + flag.replace("_", "-")
+            raise ConfigError(f"{name} is for a store that serves; `store {args.action}` takes none")
 
 
 def _run_store(args: argparse.Namespace) -> None:
     config = _store_config(args)
     parse_metrics(config.metrics)
-
-    async def start(stack: AsyncExitStack) -> dict[str, str]:
-        running = _Running()
-        address = await _start_store(stack, config, running)
-        return {"store": address, **await _start_metrics(stack, config.metrics, running)}
-
-    _serve(start, args.ready_file)
+    serve_store(config, args.ready_file)
 
 
 def _run_worker(args: argparse.Namespace) -> None:
-    config = _worker_config(args, args.store)
-
-    async def start(stack: AsyncExitStack) -> dict[str, str]:
-        running = _Running()
-        ready = await _start_worker(stack, config, running)
-        return {**ready, **await _start_metrics(stack, config.metrics, running)}
-
-    _serve(start, args.ready_file)
+    serve_worker(_worker_config(args, args.store), args.ready_file)
 
 
 def _run_up(args: argparse.Namespace) -> None:
     folder = Path(args.dir) if args.dir else default_runtime_dir()
     private_directory(folder)
     store = StoreConfig(args.store_listen, str(folder / "store"))
-    socket_path = str(folder.absolute() / "worker.sock")
-    _worker_config(args, None, socket_path)  # a mistake in it is told before anything starts
+    its_own = {
+        "store": "`tensorcast up` runs its own store (--store-listen); take the key out, or run `tensorcast worker`"
+    }
+    worker = _worker_config(args, None, str(folder.absolute() / "worker.sock"), its_own)
+    serve_both(store, worker, args.ready_file)
 
-    async def start(stack: AsyncExitStack) -> dict[str, str]:
-        running = _Running()
-        address = await _start_store(stack, store, running)
-        config = _worker_config(args, address, socket_path)
-        ready = await _start_worker(stack, config, running)
-        ready |= await _start_metrics(stack, config.metrics, running)
-        print(f"engines on this host: --kv-transfer-config worker = {ready['worker']}")
-        if parse_address(address, "store").is_loopback:
-            print(
-                "other hosts cannot join: the store listens on this host only (see --store-listen and --listen)",
-                flush=True,
-            )
-        else:
-            print(f"workers on other hosts: tensorcast worker --store {address} --listen HOST:PORT", flush=True)
-        return {"store": address, **ready}
 
-    _serve(start, args.ready_file)
+# --- flags ------------------------------------------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):
@@ -249,6 +103,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tensorcast", description="The tensor pool: its store and its workers.")
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, run: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
@@ -308,6 +163,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _version() -> str:
+    """Of the package, of what its processes say to each other, and of the Python it runs on."""
+    try:
+        package = version("tensorcast-connector")
+    except PackageNotFoundError:
+        package = "unknown (not installed)"
+    return f"tensorcast {package}, protocol {PROTOCOL_VERSION}, Python {platform.python_version()}"
+
+
 def _store_flags(store: argparse.ArgumentParser) -> None:
     """Which database, for `store` itself and what it can do with one."""
 
@@ -340,6 +204,11 @@ def _store_flags(store: argparse.ArgumentParser) -> None:
     restore = actions.add_parser("restore", help="read a backup", description=text)
     restore.add_argument("file", metavar="FILE", help="checked as a whole before anything is changed")
     restore.add_argument("--replace", action="store_true", help="give up what is in the database")
+    restore.add_argument(
+        "--force",
+        action="store_true",
+        help="also if stores on etcd are said to serve it, which is for when that is wrong",
+    )
     for sub, run in ((backup, _run_backup), (restore, _run_restore)):
         sub.set_defaults(run=run)
         database(sub, argparse.SUPPRESS)  # what was said before the word counts too

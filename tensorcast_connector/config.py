@@ -18,8 +18,11 @@ from tensorcast_connector.wire.frames import FRAME_BODY_BYTES_MAX
 # --- wire and RPC (what one frame may hold is part of the format: wire/frames.py) ---------------------------------------
 HELLO_BYTES_MAX = 64 << 10  # from a peer that has not said who it is
 REQUESTS_IN_FLIGHT_MAX = 1024  # per connection; one more is answered with Exhausted
+KEY_BYTES_MAX = 256  # of a page's key; those that engines make have at most 16 + 64
 KEYS_PER_MESSAGE_MAX = 65_536  # 65,536 keys of 48 bytes are 3 MiB, well inside one frame
-CONNECTIONS_MAX = 1024  # per listener; one more is closed at once
+# Per listener. For one more a silent one is closed (net/admission.py), or else the new one.
+CONNECTIONS_MAX = 1024
+OPEN_FILES_MIN = 4 * CONNECTIONS_MAX + 1024  # of a process: listeners, what it dials, files
 HELLO_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 2.0
 PING_INTERVAL_S = 1.0
@@ -65,6 +68,8 @@ CLAIM_RETRY_S = 1.0
 HANDOVER_AFTER_S = 10.0  # a better placed worker has been here for so long: it gets the shard
 HANDOVER_DOUBLINGS_MAX = 6  # of that time, for a worker that does not take what it is given
 HANDOVER_SHARDS_MAX = 8  # at a time: while a shard changes hands its pages are missed
+SHARDS_SETTLED_AFTER_S = 2.0  # none came or went for so long, which is more than between two handovers: the log is told
+SHARDS_UNSETTLED_MAX_S = 60.0  # if they never settle, the log is told so often
 CLOCK_DRIFT_MAX = 0.01  # seconds per second between any clock and true time
 REPORT_KEYS_PER_MESSAGE = 4096
 REPORT_BACKLOG_KEYS_MAX = 65_536  # that one home has not been told; beyond this it is told the whole inventory instead
@@ -80,6 +85,11 @@ STORE_TIMEOUT_S = 2.0
 # The changes that are kept for those who follow them; older ones go, a quarter at a time. Who has missed more lists again.
 HISTORY_REVISIONS_MAX = 10_000
 HISTORY_BYTES_MAX = 64 << 20  # of values
+# One answer to a watch: a larger cluster is told in pages, each read with one request to the database.
+LISTING_BYTES_MAX = 4 << 20  # or one key that is larger
+LISTING_KEYS_MAX = 4096
+LISTING_CATCH_UP_S = 0.1  # how long a listing waits for changes that its last pages were ahead of
+EXPIRY_RETRY_S = 1.0  # how often leases are tried to be ended while the disk is full
 ETCD_CONNECT_TIMEOUT_S = 0.5  # then the next endpoint is tried
 ETCD_PROBE_INTERVAL_S = 1.0  # also how long the endpoint that is followed may take to answer
 WATCH_WAIT_S = 10.0  # a watch with nothing to tell is answered after so long
@@ -96,6 +106,8 @@ assert SILENCE_MAX_S > 2 * PING_INTERVAL_S
 assert 3 * HEARTBEAT_INTERVAL_S + STORE_TIMEOUT_S < MEMBER_TTL_S
 # The largest inventory message fits in a frame: 4096 keys of 16 + 64 bytes.
 assert REPORT_KEYS_PER_MESSAGE * (16 + 64 + 8) < FRAME_BODY_BYTES_MAX
+# And so does an answer to a watch, with a last key of 1 MiB.
+assert LISTING_BYTES_MAX + (2 << 20) < FRAME_BODY_BYTES_MAX
 
 _SIZE_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
                "k": 10**3, "m": 10**6, "g": 10**9, "kb": 10**3, "mb": 10**6, "gb": 10**9}  # fmt: skip
@@ -260,8 +272,13 @@ _EXPECTED: dict[str, tuple[type, str]] = {
 }
 
 
-def config_from_file(kind: type[T], path: str, overrides: Mapping[str, Any]) -> T:
+def config_from_file(
+    kind: type[T], path: str, overrides: Mapping[str, Any], refused: Mapping[str, str] | None = None
+) -> T:
     """A `kind` from a TOML file (none if `path` is empty) and the flags that were given (None = not given).
+
+    Args:
+        refused: keys that contradict the command, and what to do instead.
 
     Raises:
         ConfigError: unreadable file, bad TOML, unknown key, or a value of the wrong type; names file and key.
@@ -278,6 +295,8 @@ def config_from_file(kind: type[T], path: str, overrides: Mapping[str, Any]) -> 
     for key, value in raw.items():
         if key not in names:
             raise unknown_key(key, names, f"config file {path}")
+        if refused and key in refused:
+            raise ConfigError(f"config file {path}: {key}={value!r}: {refused[key]}")
         if key == "arena_bytes" and isinstance(value, str):
             value = raw[key] = parse_size(value, f"config file {path}: {key}")
         expected, what = _EXPECTED.get(key, (str, "text in quotes"))

@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from tensorcast_connector.config import MEMBER_TTL_S, WorkerConfig
-from tensorcast_connector.core import leases, member, metadata, reports
+from tensorcast_connector.core import fingerprints, leases, member, metadata, reports
 from tensorcast_connector.core.metadata import Metadata
 from tensorcast_connector.core.placement import shard_of, shard_ranking
 from tensorcast_connector.net import rpc_client
@@ -21,6 +21,7 @@ from tensorcast_connector.store.server import serve_store
 from tensorcast_connector.store.sqlite_kv import SqliteKv
 from tensorcast_connector.testing.clock import SettableClock
 from tensorcast_connector.types import Address, page_key
+from tensorcast_connector.wire.codec import unpack_indexes
 from tensorcast_connector.wire.messages import (
     Acquire,
     Acquired,
@@ -31,10 +32,6 @@ from tensorcast_connector.wire.messages import (
     Release,
     Reserve,
     Reserved,
-)
-from tensorcast_connector.wire.store_messages import (
-    ListMembers,
-    Members,
 )
 from tensorcast_connector.worker.server import Worker, start_worker
 from tests.waiting import until
@@ -72,6 +69,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for (module, name), interval_s in intervals_s.items():
         monkeypatch.setattr(module, name, interval_s)
     yield
+
+
+def located(worker: Worker, key: bytes) -> set[str]:
+    """The workers that hold a page, as far as this one lists it."""
+    holders, which = plane(worker).catalog.locate(fingerprints.of([key]))
+    [number] = unpack_indexes(which)
+    return set(holders[number])
 
 
 def plane(worker: Worker) -> Metadata:
@@ -233,9 +237,7 @@ class Cluster:
 
     def listed(self, block_hash: bytes) -> set[str]:
         """The workers that hold this page according to its home."""
-        key = page_key(SPACE, block_hash)
-        holders, _ = plane(self.home(block_hash)).catalog.locate([key])
-        return set(holders[-1])
+        return located(self.home(block_hash), page_key(SPACE, block_hash))
 
     async def settled(self) -> None:
         """All workers agree on who is there and who is the home of what, are connected, and have reported everything.
@@ -271,7 +273,8 @@ class Cluster:
                 worker.worker_id: {key for key in worker.pages.inventory() if shard_of(key, self.shards) == shard}
                 for worker in self.workers
             }
-            if (listed := plane(home).catalog.holdings()[shard]) != there:
+            listed = plane(home).catalog.holdings()[shard]
+            if listed != {worker: set(fingerprints.of(list(keys)).tolist()) for worker, keys in there.items()}:
                 return f"{home.worker_id} lists {listed} of shard {shard}, and there is {there}"
         return ""
 
@@ -304,15 +307,6 @@ class Cluster:
         self.ahead_s += seconds
         for worker in self.workers:
             worker.peers.wake()
-
-    async def members(self) -> Members:
-        client = RpcClient(self.network, self.store_address, "client", "test", self.chance)
-        client.start()
-        try:
-            await client.wait_connected(T)
-            return await client.call(ListMembers(), Members, T)
-        finally:
-            await client.close()
 
     def check(self) -> None:
         for worker in self.workers:

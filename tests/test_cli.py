@@ -1,7 +1,11 @@
 """The command: a mistake is one line and status 2; what serves, serves on, and leaves nothing behind."""
 
+import asyncio
 import json
 import os
+import platform
+import random
+import re
 import signal
 import socket
 import stat
@@ -9,12 +13,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tensorcast_connector.cli import main
+from tensorcast_connector.config import parse_address
+from tensorcast_connector.errors import Unavailable
+from tensorcast_connector.net.rpc_client import RpcClient
+from tensorcast_connector.net.sockets import SocketNetwork
+from tensorcast_connector.wire.messages import PROTOCOL_VERSION, GetStatistics, Statistics
+from tensorcast_connector.wire.store_messages import Changes, Watch
 from tests.waiting import until_blocking
 
 TENSORCAST = [sys.executable, "-m", "tensorcast_connector.cli"]
@@ -110,6 +121,14 @@ def test_a_mistake_is_one_line_and_status_2(name: str, tmp_path: Path, capsys: p
     assert not list(tmp_path.rglob("*.sock")) and not list(tmp_path.rglob("*.partial"))
 
 
+def test_the_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    python = re.escape(platform.python_version())
+    line = rf"tensorcast {re.escape(version('tensorcast-connector'))}, protocol {PROTOCOL_VERSION}, Python {python}\n"
+    assert re.fullmatch(line, capsys.readouterr().out)
+
+
 def test_a_port_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -120,6 +139,81 @@ def test_a_port_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert status == 2 and "in use" in line
         status, line = fails(capsys, "up", "--dir", str(tmp_path / "up"), "--store-listen", address, "--arena", "1MiB")
         assert status == 2 and "in use" in line
+
+
+@pytest.mark.parametrize("which", ["listen", "metrics"])
+def test_a_store_that_cannot_listen_makes_nothing(
+    which: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "s"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        store = ["store", "--data", str(folder), f"--{which}", address]
+        status, line = fails(capsys, *store, *([] if which == "listen" else ["--listen", "127.0.0.1:0"]))
+        assert status == 2 and address in line and "in use" in line and not folder.exists()
+        up = ["up", "--dir", str(tmp_path / "up"), "--arena", "1MiB"]
+        ports = [f"--{which}", address] if which == "metrics" else []
+        status, line = fails(capsys, *up, *ports, "--store-listen", "127.0.0.1:0" if ports else address)
+        assert status == 2 and "in use" in line and not list((tmp_path / "up").iterdir())
+        with running(tmp_path, "store", "--listen", "127.0.0.1:0", "--data", str(folder)):
+            pass
+        before = (folder / "store.db").read_bytes()
+        fails(capsys, *store, *([] if which == "listen" else ["--listen", "127.0.0.1:0"]))
+        assert (folder / "store.db").read_bytes() == before, "what was there stays"
+
+
+def test_a_store_that_stops_says_good_bye_before_it_closes_its_database(tmp_path: Path) -> None:
+    with running(tmp_path, "store", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "s")) as (process, ready):
+
+        async def watched() -> str:
+            client = RpcClient(SocketNetwork(), parse_address(ready["store"], "store"), "client", "w", random.Random(1))
+            client.start()
+            await client.wait_connected(5)
+            now = await client.call(Watch(0, 0, 0), Changes, 5)
+            waiting = asyncio.create_task(client.call(Watch(now.incarnation, now.revision, 9000), Changes, 9))
+            await client.call(GetStatistics(), Statistics, 5)  # what was sent before it is under way
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(Unavailable) as error:
+                await waiting
+            await client.close()
+            return str(error.value)
+
+        assert "database" not in asyncio.run(watched())
+        assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("where", ["127.0.0.1:7700", "10.9.9.9:1"])
+def test_up_has_a_store_of_its_own(where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "worker.toml"
+    config.write_text(f'store = "{where}"\nname = "w"\n')
+    status, line = fails(capsys, "up", "--dir", str(tmp_path / "up"), "--config", str(config))
+    assert status == 2 and f"config file {config}: store='{where}': `tensorcast up` runs its own store" in line
+    assert not list((tmp_path / "up").iterdir())
+
+
+@pytest.mark.slow
+def test_up_takes_all_else_from_its_config(tmp_path: Path) -> None:
+    config = tmp_path / "worker.toml"
+    config.write_text(
+        f'name = "w"\narena_bytes = "4MiB"\nsocket = "{tmp_path}/w.sock"\nmetrics = "127.0.0.1:0"\nroles = "shard-home"\n'
+    )
+    up = ["up", "--dir", str(tmp_path / "up"), "--store-listen", "127.0.0.1:0", "--config", str(config)]
+    with running(tmp_path, *up) as (_, ready):
+        assert ready["worker"] == f"unix:{tmp_path}/w.sock" and ready["worker_id"].startswith("w/")
+        assert ready.keys() >= {"store", "peer", "metrics"}
+
+
+SERVING = (("--shards", "8"), ("--listen", "127.0.0.1:0"), ("--metrics", "127.0.0.1:0"), ("--ready-file", "r"))
+
+
+@pytest.mark.parametrize("action", [["backup", "--to", "b"], ["restore", "b"]], ids=["backup", "restore"])
+@pytest.mark.parametrize("flag", SERVING, ids=lambda flag: flag[0].strip("-"))
+def test_flags_that_an_action_would_ignore_are_refused(
+    flag: tuple[str, str], action: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, line = fails(capsys, "store", "--data", str(tmp_path / "s"), *flag, *action)
+    assert status == 2 and line.endswith(f"{flag[0]} is for a store that serves; `store {action[0]}` takes none\n")
+    assert not (tmp_path / "s").exists()
 
 
 def test_a_socket_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

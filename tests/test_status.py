@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,15 @@ from rich.console import Console
 
 from tensorcast_connector import cli_status
 from tensorcast_connector.cli import main
-from tensorcast_connector.cli_status import StatusCommand, as_json, as_tables
-from tensorcast_connector.client.signals import ClusterStatus, Observatory, read_story
-from tensorcast_connector.core.cluster import ShardHolder
+from tensorcast_connector.cli_status import StatusCommand, as_json
+from tensorcast_connector.cli_tables import as_tables, printable
+from tensorcast_connector.client.status import ClusterStatus, StatusReader, WorkerStatus, read_story
+from tensorcast_connector.core.cluster import ClusterView, ShardHolder
 from tensorcast_connector.errors import ConfigError, Unavailable
 from tensorcast_connector.net.sockets import SocketNetwork
-from tensorcast_connector.types import Address, Token, WorkerId
-from tensorcast_connector.wire.messages import AttachInstance, Ok
-from tensorcast_connector.wire.store_messages import ReplicaRecord
+from tensorcast_connector.types import Address, InstanceId, Token, WorkerId
+from tensorcast_connector.wire.messages import PROTOCOL_VERSION, AttachInstance, Ok
+from tensorcast_connector.wire.store_messages import InstanceRecord, ReplicaRecord, WorkerRecord
 from tests.cluster import Cluster, T, hashes, plane, quick
 from tests.documented import rows, section
 from tests.loops import quiet_loop
@@ -33,6 +35,7 @@ from tests.scrape import get, scrape
 from tests.waiting import until, until_blocking
 
 __all__ = ["quick", "quiet_loop"]
+UNIX_S = 1_800_000_000.0  # what the tables take for the wall time of `now`
 TENSORCAST = [sys.executable, "-m", "tensorcast_connector.cli"]
 
 
@@ -44,14 +47,14 @@ async def cluster(tmp_path: Path, quick: None) -> AsyncIterator[Cluster]:
     await cluster.close()
 
 
-def observatory(cluster: Cluster) -> Observatory:
-    return Observatory(cluster.network, [cluster.store_address], "test", cluster.chance, cluster.now)
+def reader(cluster: Cluster) -> StatusReader:
+    return StatusReader(cluster.network, [cluster.store_address], "test", cluster.chance, cluster.now)
 
 
 def text(status: ClusterStatus, now: float, every_shard: bool = False) -> str:
     """The tables, as in a pipe."""
     console = Console(width=cli_status.PIPED_COLUMNS, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
-    console.print(*as_tables(status, now, every_shard), sep="\n")
+    console.print(*as_tables(status, now, UNIX_S, every_shard), sep="\n")
     console.file.close()
     return console.export_text()
 
@@ -72,11 +75,11 @@ async def test_the_whole_picture(cluster: Cluster) -> None:
     b.peers.add(ReplicaRecord("sha:1", b.worker_id, "disk", 3 << 30))
     await until(lambda: len(plane(b).view.replicas.get("sha:1", ())) == 2 and plane(b).view.instances)
     a._sampler.measure()
-    status = await observatory(cluster).status()
+    status = await reader(cluster).status()
     shown = text(status, cluster.now())
     cells = table_row(shown, a.worker_id)
     assert cells[1:9] == [
-        str(a.address), "basic shard-home", "2", "50% of 4 MiB", "2", "25%", "-", "0%",
+        str(a.address), "basic shard-home", str(PROTOCOL_VERSION), "50% of 4 MiB", "2", "25%", "-", "0%",
     ]  # fmt: skip
     assert int(cells[9]) == len(plane(a).leases.held) and re.fullmatch(r"\d\.\d s", cells[10])
     assert table_row(shown, "i-1") == ["i-1", "vllm", "a/model[bold]", a.worker_id], "names are no markup"
@@ -91,6 +94,54 @@ async def test_the_whole_picture(cluster: Cluster) -> None:
     assert table_row(every, "3 ") == ["3", cluster.at(3).worker_id, f"{token.incarnation}/{token.revision}"]
 
 
+AWKWARD = ["a\\", "\\[red]", "[red]x", "[/]", "[link=http://a]b", ":rocket:", "a\\\\b", "n" * 3000]
+
+
+def one_worker(name: str, error: str = "") -> ClusterStatus:
+    """Somebody gave everything in the cluster that name."""
+    view = ClusterView()
+    view.shard_count = 2
+    worker_id = WorkerId(f"{name}/1")
+    record = WorkerRecord(worker_id, name, f"{name}:1", 1 << 20, 2, ("basic",))
+    view.workers[worker_id] = record
+    instance = InstanceRecord(InstanceId(f"i-{name}"), worker_id, name, name, name)
+    view.instances[instance.instance_id] = instance
+    view.shards[0] = ShardHolder(worker_id, 1, Token(1, 1))
+    view.shards[1] = ShardHolder(WorkerId(f"gone {name}"), 2, Token(1, 2))
+    view.replicas[f"sha:{name}"] = {worker_id: ReplicaRecord(f"sha:{name}", worker_id, name, 1 << 30)}
+    return ClusterStatus(view, 0.0, {worker_id: WorkerStatus(record, None, 0.0, error or name)})
+
+
+@pytest.mark.parametrize("name", AWKWARD, ids=lambda name: name[:12])
+def test_names_are_shown_letter_by_letter(name: str) -> None:
+    shown = text(one_worker(name), 0.0)
+    cells = table_row(shown, f"{name}/1")
+    assert cells[:4] == [f"{name}/1", f"{name}:1", "basic", "2"] and cells[10] == f"unreachable: {name}"
+    assert table_row(shown, f"i-{name}") == [f"i-{name}", name, name, f"{name}/1"]
+    assert table_row(shown, f"gone {name}") == [f"gone {name} (has left)", "1", "1"]
+    assert table_row(shown, f"sha:{name}") == [f"sha:{name}", "1", "1.00 GiB", f"{name}/1 ({name})"]
+    every = text(one_worker(name), 0.0, every_shard=True).split("Shards (2)")[1]
+    assert table_row(every, "0 ")[1] == f"{name}/1"
+
+
+def test_nothing_in_a_name_is_obeyed_by_a_terminal() -> None:
+    shown = text(one_worker("a\x1b[2J\n\r\t\x07\x9b\u202e\udc80b", "one\ntwo"), 0.0)
+    name = "a\\x1b[2J\\n\\r\\t\\x07\\x9b\\u202e\\udc80b"
+    assert table_row(shown, f"{name}/1")[10] == r"unreachable: one\ntwo"
+    assert table_row(shown, f"i-{name}")[1:] == [name, name, f"{name}/1"]
+    assert all(each.isprintable() for each in shown.splitlines())
+    assert printable("日本 é\\") == "日本 é\\", "what has a picture stays"
+
+
+def test_when_it_was_read_is_above_the_tables() -> None:
+    status = one_worker("w")
+    status.view.revision, status.view.incarnation = 57, 1_700_000_000
+    lines = text(status, 90.0).splitlines()
+    found = re.fullmatch(r"As of (.*), store revision 57, incarnation 1700000000", lines[0])
+    assert found and datetime.strptime(found.group(1), "%Y-%m-%d %H:%M:%S %z").timestamp() == UNIX_S - 90
+    assert lines[1].strip() == "Workers" and "protocol" in lines[3] and "version" not in lines[3]
+
+
 @pytest.mark.slow
 async def test_the_object_is_the_documented_one(cluster: Cluster) -> None:
     (a, b), (at_a, _) = await cluster.pair()
@@ -100,7 +151,7 @@ async def test_the_object_is_the_documented_one(cluster: Cluster) -> None:
     await until(lambda: a._sampler._interface)
     a._sampler.measure()
     a._sampler.measure()
-    status = await observatory(cluster).status()
+    status = await reader(cluster).status()
     found = json.loads(json.dumps(as_json(status, status.read_at_s + 2.0, 1000.0)))
     assert found["as_of_unix_s"] == 998.0, "when the store was asked, not when it was printed"
     documented = section("status.md", "The object of `--json`")
@@ -135,13 +186,15 @@ async def test_a_worker_that_cannot_be_reached_is_listed_as_it_was(cluster: Clus
     (a, b), _ = await cluster.pair()
     held = sorted(plane(b).leases.held)
     await cluster.crash(b)
-    status = await observatory(cluster).status()
+    status = await reader(cluster).status()
     found = as_json(status, cluster.now(), 0.0)
     lost = next(each for each in found["workers"] if each["worker_id"] == b.worker_id)
     assert (lost["reachable"], lost["signals"], lost["age_s"]) == (False, None, None)
     assert lost["shards"] == held and lost["arena_bytes"] == 4 << 20 and "cannot connect" in lost["error"]
     cells = table_row(text(status, cluster.now()), b.worker_id)
-    assert cells[3:9] == ["2", "4 MiB", "-", "-", "-", "-"] and cells[10].startswith("unreachable: cannot connect")
+    assert cells[3:9] == [str(PROTOCOL_VERSION), "4 MiB", "-", "-", "-", "-"] and cells[10].startswith(
+        "unreachable: cannot connect"
+    )
     assert next(each for each in found["workers"] if each["worker_id"] == a.worker_id)["reachable"]
 
 
@@ -156,7 +209,7 @@ async def test_silent_workers_are_waited_for_all_at_once(cluster: Cluster, monke
     for worker in workers:
         monkeypatch.setattr(worker.observer, "answer", nothing)
     started_at = cluster.now()
-    status = await observatory(cluster).status(timeout_s=0.5)
+    status = await reader(cluster).status(timeout_s=0.5)
     assert cluster.now() - started_at < 1.4
     assert [each.error for each in status.workers.values()] == [
         f"{worker.address} did not answer within 0.5 s" for worker in workers
@@ -167,7 +220,7 @@ async def test_silent_workers_are_waited_for_all_at_once(cluster: Cluster, monke
 async def test_another_worker_at_the_address_of_one_that_is_listed(cluster: Cluster) -> None:
     (a,), _ = await cluster.pair("a")
     a._sampler._signals.worker_id = "a/other"  # type: ignore[union-attr]
-    status = await observatory(cluster).status()
+    status = await reader(cluster).status()
     assert status.workers[a.worker_id].error == "a/other serves at its address now"
 
 
@@ -176,7 +229,7 @@ async def test_shards_without_a_home_and_homes_that_left(cluster: Cluster) -> No
     await cluster.start_store()
     await cluster.worker("a", roles="basic")
     await until(lambda: plane(cluster.workers[0]).view.workers)
-    status = await observatory(cluster).status()
+    status = await reader(cluster).status()
     assert as_json(status, 0.0, 0.0)["shards_without_home"] == list(range(8))
     shown = text(status, cluster.now())
     assert table_row(shown, "without a home") == ["without a home", "8", "0-7"] and "Instances: none" in shown
@@ -188,7 +241,7 @@ async def test_shards_without_a_home_and_homes_that_left(cluster: Cluster) -> No
 @pytest.mark.slow
 async def test_who_is_asked_by_mistake_says_so(cluster: Cluster) -> None:
     (a,), _ = await cluster.pair("a")
-    mistaken = Observatory(cluster.network, [a.address], "test", cluster.chance, cluster.now)
+    mistaken = StatusReader(cluster.network, [a.address], "test", cluster.chance, cluster.now)
     with pytest.raises(
         ConfigError, match=rf"^store='{a.address}' is a worker \({a.worker_id}\); give the address that"
     ):
@@ -197,7 +250,7 @@ async def test_who_is_asked_by_mistake_says_so(cluster: Cluster) -> None:
         ConfigError, match=rf"^worker='{cluster.store_address}' is a store; stories are told by workers"
     ):
         await read_story(cluster.network, cluster.store_address, "x", "test", cluster.chance)
-    nobody = Observatory(
+    nobody = StatusReader(
         cluster.network, [Address("tcp", host="127.0.0.1", port=1)], "test", cluster.chance, cluster.now
     )
     with pytest.raises(Unavailable, match=r"cannot connect to 127\.0\.0\.1:1"):
@@ -206,8 +259,10 @@ async def test_who_is_asked_by_mistake_says_so(cluster: Cluster) -> None:
 
 async def test_an_empty_cluster_is_one_line(cluster: Cluster) -> None:
     await cluster.start_store()
-    status = await observatory(cluster).status()
-    assert text(status, cluster.now()).strip() == "No workers yet: start one with `tensorcast worker --store ADDRESS`."
+    status = await reader(cluster).status()
+    as_of, nobody = text(status, cluster.now()).strip().splitlines()
+    assert nobody == "No workers yet: start one with `tensorcast worker --store ADDRESS`."
+    assert as_of.endswith(f"store revision {status.view.revision}, incarnation {cluster.life}")
     assert as_json(status, 0.0, 0.0)["workers"] == []
 
 
@@ -215,7 +270,7 @@ async def test_an_empty_cluster_is_one_line(cluster: Cluster) -> None:
 async def test_a_store_that_is_lost_while_it_is_watched(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     """Objects go on after it is back; the reason is on the other stream."""
     await cluster.start_store()
-    command = StatusCommand(observatory(cluster), cluster.now, cluster.now, json_lines=True, every_shard=False)
+    command = StatusCommand(reader(cluster), cluster.now, cluster.now, json_lines=True, every_shard=False)
     watching = asyncio.create_task(command.watch(0.01))
     out, err = "", ""
 
@@ -319,7 +374,10 @@ def test_the_command_against_real_processes(up: Up, capsys: pytest.CaptureFixtur
         assert f"joined {up.ready['worker_id']}" in capsys.readouterr().out
     assert main(["story", "abcdef", "--worker", peer]) == 0
     said = capsys.readouterr()
-    assert said.out == "" and "has nothing recorded about 'abcdef'" in said.err
+    assert said.out == "" and f"{peer} has nothing recorded about 'abcdef': only the latest" in said.err
+    assert main(["story", "abc", "--worker", peer]) == 0
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and "at least 4 hex digits of its block hash" in said.err
     lines = [json.loads(line) for line in up.log.read_text().splitlines() if line.startswith("{")]
     assert {line["process"] for line in lines} == {"up"} and {line["pid"] for line in lines} == {up.process.pid}
     joined = next(line for line in lines if line.get("event") == "joined")
@@ -361,14 +419,22 @@ def test_watching_in_a_terminal_refreshes_in_place_and_ends_with_ctrl_c(up: Up) 
 
 
 @pytest.mark.slow
-def test_watching_in_a_pipe_repeats_plain_text(up: Up) -> None:
+@pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1", "TERM": "xterm-256color"}])
+def test_watching_in_a_pipe_repeats_plain_text(up: Up, variables: dict[str, str]) -> None:
     args = ["status", "--store", up.ready["store"], "--watch", "0.05"]
-    with subprocess.Popen([*TENSORCAST, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*TENSORCAST, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **variables}
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         seen = ""
-        while seen.count("Workers") < 3:
+        while seen.count("As of") < 4:
             seen += process.stdout.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 0
         assert process.stderr.read() == ""
-    assert "\x1b" not in seen and seen.count(up.ready["worker_id"]) >= 4
+    assert "\x1b" not in seen and seen.count(up.ready["worker_id"]) >= 6
+    first, *others = seen.splitlines()
+    begins = [number for number, line in enumerate(others) if line.startswith("As of ")]
+    assert first.startswith("As of ") and len(begins) == 3
+    blank = [number for number, line in enumerate(others) if not line.strip()]
+    assert blank == [number - 1 for number in begins], "one empty line before each picture but the first"

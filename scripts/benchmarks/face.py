@@ -8,6 +8,7 @@ from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 OURS, LIMIT = "ours", "limit"
 
@@ -126,14 +127,16 @@ def number(value: float | None) -> str:
 def show(rows: Sequence[Row], console: Console) -> None:
     """A table, and below it why a peer is not in it."""
     names = list(dict.fromkeys(name for row in rows for name in row.peers))
-    table = Table("row", "unit", "ours", "limit", "ratio", *names, "target", "holds", "runs", "spread")
+    table = Table()
+    for heading in ("row", "unit", "ours", "limit", "ratio", *names, "target", "holds", "runs", "spread"):
+        table.add_column(Text(heading))
     for row in rows:
         peers = [row.peers.get(name) for name in names]
         cells = ["not run" if isinstance(value, str) else number(value) for value in peers]
         figures = [number(row.ours), number(row.limit), "-" if row.ratio is None else f"{row.ratio:.2f}"]
-        held = "-" if row.target is None else "yes" if row.holds else "[bold red]no[/]"
-        spread = f"{row.spread:.0%}"
-        table.add_row(row.row, row.unit, *figures, *cells, row.target or "-", held, str(row.runs), spread)
+        holds = Text("-" if row.target is None else "yes" if row.holds else "no", "" if row.holds else "bold red")
+        texts = (row.row, row.unit, *figures, *cells, row.target or "-")
+        table.add_row(*map(Text, texts), holds, str(row.runs), f"{row.spread:.0%}")
     console.print(table)
     reasons = {name: why for row in rows for name, why in row.peers.items() if isinstance(why, str)}
     for name, why in reasons.items():

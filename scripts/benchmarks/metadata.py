@@ -2,7 +2,8 @@
 
 Everything runs in real processes over loopback TCP: a store and a worker as `tensorcast` starts them, with 1,000,000 pages
 reported to it by members of its cluster; the same index behind grpc.aio, in a redis-server, and as a dictionary on bare
-frames, which is the least that Python can do; and a bare echo of frames of the same sizes, which is the limit.
+frames; and a bare echo of frames of the same sizes, which is the limit. A second echo goes through our own frames and streams:
+what it is slower than the first is the price of the transport, the rest that of messages and index.
 
 Servers are kept on one CPU and clients on another, since two CPUs that wake each other and one that switches between both
 give quite different figures. The systems take turns within each run. Other work on the machine shows in the spread.
@@ -24,12 +25,13 @@ from demo.processes import DemoError, Running, Supervisor, read_ready, ready_fil
 from benchmarks.driver import Driver, pin, python_path
 from benchmarks.environments import install_debian_package, python_of
 from benchmarks.face import LIMIT, OURS, BenchError, Figure, Row, Target
-from benchmarks.programs.measure import HOLDERS, PAGES_PER_LOOKUP
+from benchmarks.programs.measure import HOLDERS, PAGES_PER_LOOKUP, PAGES_PER_REPORT
 
 REQUIREMENTS = Path(__file__).with_suffix(".requirements.txt")
 PAGES = 1_000_000
 MEMBERS_FOR_MEMORY = 12  # with more than eight the sets of holders are no longer among the numbers that Python shares
 START_TIMEOUT_S = 30.0
+STREAMS = "streams"  # the second echo, which is no peer but the limit of a row of its own
 PER_CPU_S = "pages per CPU second of the server"
 
 
@@ -43,7 +45,7 @@ class Size:
         calls: lookups per turn for the latency.
         burst: lookups per turn for the throughput.
         reports: per turn.
-        memory_runs: each with a new cluster.
+        memory_runs: each with a new cluster, or a new index for the stalls.
     """
 
     pages: int
@@ -110,15 +112,16 @@ class Bench:
         return System(driver, worker.running.process.pid)
 
     def start_ours(self) -> None:
-        """Ours with its pages, and the limit."""
+        """Ours with its pages, and the limits."""
         self.say(f"ours: a store, a worker, {self.size.pages:,} pages")
         ours = self.systems[OURS] = self.ours("home", HOLDERS)
         ours.driver.ask("fill", pages=self.size.pages, holders=HOLDERS, pid=ours.server)
         sizes = ours.driver.ask("sizes")
-        self.say(f"limit: an echo of {sizes['request']:,} and {sizes['reply']:,} bytes")
-        echo, port = self.serve("echo", self.module("echo", "serve", "READY", str(sizes["reply"])))
-        driver = self.drive("echo", self.module("echo", "measure", str(port), str(sizes["request"])))
-        self.systems[LIMIT] = System(driver, echo.process.pid)
+        self.say(f"limits: echoes of {sizes['request']:,} and {sizes['reply']:,} bytes")
+        for name, program in ((LIMIT, "echo"), (STREAMS, "streams")):
+            echo, port = self.serve(program, self.module(program, "serve", "READY", str(sizes["reply"])))
+            driver = self.drive(program, self.module(program, "measure", str(port), str(sizes["request"])))
+            self.systems[name] = System(driver, echo.process.pid)
 
     def start_peers(self, install: bool) -> None:
         """Each peer, or the reason why not."""
@@ -171,7 +174,7 @@ class Bench:
         self.say(f"{what}: {self.size.runs} runs of {', '.join(self.systems)}")
         for _ in range(self.size.runs):
             for name, system in self.systems.items():
-                if what in ("registrations", "churn") and name == LIMIT:
+                if what in ("registrations", "churn") and name in (LIMIT, STREAMS):
                     continue  # what there is to register has no limit of this kind
                 answer = system.driver.ask(what, pid=system.server, **how)
                 for figure, value in zip(figures, values, strict=True):
@@ -190,7 +193,25 @@ class Bench:
         self.measure([lookups], ["per_cpu_s"], "lookups", calls=self.size.burst)
         self.measure([registrations], ["per_cpu_s"], "registrations", reports=self.size.reports)
         self.measure([churn], ["per_cpu_s"], "churn", reports=self.size.reports)
-        return [figure.made(self.missing) for figure in figures]
+        streams = [figure.peers.pop(STREAMS, []) for figure in figures]
+        beside = Figure(f"{p50.row}, limit: an echo through our streams", p50.unit, None, p50.ours, streams[0])
+        return [p50.made(self.missing), beside.made({}), *(figure.made(self.missing) for figure in figures[1:])]
+
+    def stall_rows(self) -> list[Row]:
+        """How long the home stands still for the largest things it does at once."""
+        figures = {
+            "hold": Figure("stall of the home when a quarter of its shards changes hands", "ms", None),
+            "forget": Figure("the same when a worker leaves that has a third of the pages", "ms", None),
+            "report": Figure(f"the longest of the reports of {PAGES_PER_REPORT} pages that filled it", "ms", None),
+        }
+        log = self.supervisor.folder / "stall.log"
+        self.say(f"stalls with {self.size.pages:,} pages: {self.size.memory_runs} runs")
+        with Driver("stall", self.module("stall"), log, [self.server_cpu]) as driver:
+            driver.ready()
+            for _ in range(self.size.memory_runs):
+                for what, value in driver.ask("stall", pages=self.size.pages).items():
+                    figures[what].add(OURS, value)
+        return [figure.made({}) for figure in figures.values()]
 
     def memory_rows(self) -> list[Row]:
         """The memory of a page, with one holder, two and three."""
@@ -240,6 +261,6 @@ def run(size: Size, install_peers: bool, say: Callable[[str], None], folder: Pat
             bench.start_ours()
             bench.start_peers(install_peers)
             rows = bench.rows()
-            return rows + bench.memory_rows()
+            return rows + bench.memory_rows() + bench.stall_rows()
         except DemoError as error:
             raise BenchError(str(error)) from error

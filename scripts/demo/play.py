@@ -79,9 +79,11 @@ class Display(AbstractContextManager["Display"]):
         self._started = self._printed = time.monotonic()
         self._progress: Progress | None = None
         if self.console.is_terminal:
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            label_column = TextColumn("{task.description}", markup=False)
+            failed_column = TextColumn("{task.fields[failed]}", style="red", markup=False)
+            columns = (SpinnerColumn(), label_column, failed_column, BarColumn(), MofNCompleteColumn())
             self._progress = Progress(*columns, TimeElapsedColumn(), console=self.console)
-            self._task = self._progress.add_task(label, total=total)
+            self._task = self._progress.add_task(label, total=total, failed="")
 
     def __enter__(self) -> Self:
         if self._progress:
@@ -101,8 +103,8 @@ class Display(AbstractContextManager["Display"]):
         self.done += 1
         self.failed += record.failed
         if self._progress:
-            failed = f"  [red]{self.failed} failed" if self.failed else ""
-            self._progress.update(self._task, advance=1, description=self.label + failed)
+            failed = f"{self.failed} failed" if self.failed else ""
+            self._progress.update(self._task, advance=1, failed=failed)
         elif time.monotonic() - self._printed > LINE_EVERY_S:
             self._line()
 

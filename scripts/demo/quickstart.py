@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from demo import compare, engine, model, pool
 from demo.compare import Api, Comparison
@@ -280,7 +281,7 @@ class Quickstart:
             table.add_column(name, justify="right")
         table.add_column("requests\nA / B", justify="right")
         for row in rows:
-            table.add_row(*row.cells())
+            table.add_row(*map(Text, row.cells()))
         self.console.print()
         self.console.print(table)
 
@@ -293,7 +294,7 @@ class Quickstart:
         """Say what is being done, and how long it took."""
         started = time.monotonic()
         if self.console.is_terminal:
-            with self.console.status(what):
+            with self.console.status(Text(what)):
                 yield
         else:
             self.say(f"{what} ...")

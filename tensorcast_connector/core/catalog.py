@@ -1,24 +1,22 @@
 """Which workers hold which pages: the index that a shard home keeps. Volatile: rebuilt from the workers' reports.
 
-One table for all shards, page key -> the workers that hold it as a bit mask. A mask with one worker is the worker's own bit,
-one object for all its pages, so a page costs its key and one dictionary entry. A lookup of hundreds of keys is then one
-pass in C; what concerns a shard as a whole, which is rare, looks at every page.
+One compact table for all shards: the fingerprint of a page's key (core/fingerprints.py) -> a set of workers. A page costs
+about twenty bytes. Whatever is done is done for all pages of a message at once, and what concerns a shard as a whole reads
+the table once.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
-from itertools import repeat
+from collections.abc import Callable, Iterable, Mapping, Set
 
-from tensorcast_connector.core.placement import BYTE_VALUES, shard_of, shard_of_byte
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorcast_connector.core.fingerprints import Fingerprints, distinct, last_bytes
+from tensorcast_connector.core.holder_sets import NOBODY, Holders, HolderSets
+from tensorcast_connector.core.page_table import PageTable, Slots
+from tensorcast_connector.core.placement import BYTE_VALUES, shard_of_byte
 from tensorcast_connector.types import Token, WorkerId
-from tensorcast_connector.wire.codec import pack_numbered
 
-
-class _Sender:
-    """What is known of one worker's reports."""
-
-    def __init__(self, bit: int) -> None:
-        self.bit = bit
-        self.shards: set[int] = set()  # whose inventory it has begun to report
+FEW_SETS = 16
 
 
 class Catalog:
@@ -30,19 +28,21 @@ class Catalog:
 
     def __init__(self, shards: int) -> None:
         self._shards = shards
-        self._pages: dict[bytes, int] = {}
-        self._senders: dict[WorkerId, _Sender] = {}
+        self._shard_of_byte = np.array([shard_of_byte(byte, shards) for byte in range(BYTE_VALUES if shards else 0)])
+        self._table = PageTable()
+        self._sets = HolderSets()
+        self._begun: dict[WorkerId, set[int]] = {}  # the shards whose inventory a worker has begun to report
         # The last report of each, also of those that left: a late one is late for ever.
         self._numbers: dict[WorkerId, int] = {}
         self.held: dict[int, Token] = {}  # the shards this worker is the home of, and under which token
 
     def __repr__(self) -> str:
-        return f"<Catalog {self.pages} pages of {len(self._senders)} workers in {len(self.held)} shards>"
+        return f"<Catalog {self.pages} pages of {len(self._begun)} workers in {len(self.held)} shards>"
 
     @property
     def pages(self) -> int:
         """How many pages are listed."""
-        return len(self._pages)
+        return self._table.pages
 
     # --- whose shards ---
 
@@ -50,46 +50,47 @@ class Catalog:
         """This worker is the home of these shards now; what is listed under any other token is void."""
         void = {shard for shard, token in self.held.items() if held.get(shard) != token}
         if void:
-            for sender in self._senders.values():
-                sender.shards -= void
-            concerned = self._by_last_byte(void)
-            for key in [key for key in self._pages if concerned[key[-1]]]:
-                del self._pages[key]
+            for shards in self._begun.values():
+                shards -= void
+            slots = self._table.of_last_bytes(self._by_last_byte(void))
+            self._change(slots, lambda _: NOBODY)
+            self._tidy()
         self.held = dict(held)
 
-    def _by_last_byte(self, shards: Set[int]) -> list[bool]:
+    def _by_last_byte(self, shards: Set[int]) -> NDArray[np.bool_]:
         """For the last byte of a key, which decides its shard, whether that is one of `shards`."""
-        return [shard_of_byte(byte, self._shards) in shards for byte in range(BYTE_VALUES)]
+        wanted = np.zeros(self._shards, dtype=bool)
+        wanted[list(shards)] = True
+        return wanted.take(self._shard_of_byte)
 
     def missing(self, worker: WorkerId) -> set[int]:
         """Held shards of which `worker` has not reported its inventory."""
-        sender = self._senders.get(worker)
-        return set(self.held) - sender.shards if sender else set(self.held)
+        return set(self.held) - self._begun.get(worker, set())
 
     def incomplete(self, workers: Iterable[WorkerId]) -> list[WorkerId]:
         """Those of which some inventory is missing."""
         count = len(self.held)
-        known = self._senders
-        return [each for each in workers if count and (each not in known or len(known[each].shards) < count)]
+        known = self._begun
+        return [each for each in workers if count and (each not in known or len(known[each]) < count)]
 
     def keep_only(self, workers: Iterable[WorkerId]) -> None:
         """Forgets everything of all workers but these: they have left."""
-        for gone in set(self._senders) - set(workers):
-            sender = self._senders.pop(gone)
-            self._forget(sender.bit, sender.shards)
+        for gone in set(self._begun) - set(workers):
+            self._forget(gone, self._begun.pop(gone))
+            self._tidy()
 
-    def _forget(self, bit: int, shards: Set[int]) -> None:
+    def _forget(self, worker: WorkerId, shards: Set[int]) -> None:
         """One worker's pages in some shards."""
-        if shards:
-            concerned = self._by_last_byte(shards)
-            for key in [key for key, mask in self._pages.items() if mask & bit and concerned[key[-1]]]:
-                self._remove(key, bit)
+        if shards and self.pages:
+            slots = self._table.of_last_bytes(self._by_last_byte(shards))
+            theirs = self._sets.having(worker).take(self._table.values(slots))
+            self._change(slots[theirs], lambda holders: holders - {worker})
 
     # --- reports ---
 
     def report(
-        self, worker: WorkerId, number: int, shards: Iterable[int], reset: Iterable[int], added: Sequence[bytes],
-        removed: Sequence[bytes],
+        self, worker: WorkerId, number: int, shards: Iterable[int], reset: Iterable[int], added: Fingerprints,
+        removed: Fingerprints,
     ) -> list[int]:  # fmt: skip
         """Applies one report of `worker`; returns the shards it has to report from the beginning.
 
@@ -102,84 +103,88 @@ class Catalog:
         if number <= self._numbers.get(worker, 0) or not self._shards:
             return []
         self._numbers[worker] = number
-        sender = self._sender(worker)
+        begun = self._begun.setdefault(worker, set())
         current = self.held.keys() & set(shards)
         again = current.intersection(reset)
-        self._forget(sender.bit, again & sender.shards)
-        sender.shards |= again
-        known = current & sender.shards  # nothing else is listed: its beginning is missing
-        unknown = sorted(current - known)
-        bit = sender.bit
-        accepted = self._by_last_byte(known)
-        for key in removed:
-            if accepted[key[-1]]:
-                self._remove(key, bit)
-        pages = self._pages
-        for key in added:  # hundreds of thousands a second
-            if accepted[key[-1]]:
-                mask = pages.get(key, 0)
-                if not mask:
-                    pages[key] = bit
-                elif not mask & bit:
-                    pages[key] = mask | bit
-        return unknown
+        self._forget(worker, again & begun)
+        begun |= again
+        known = current & begun  # nothing else is listed: its beginning is missing
+        if len(added) or len(removed):
+            accepted = self._by_last_byte(known)
+            self._remove(worker, self._accepted(removed, accepted))
+            self._add(worker, self._accepted(added, accepted))
+        self._tidy()
+        return sorted(current - known)
 
-    def _sender(self, worker: WorkerId) -> _Sender:
-        sender = self._senders.get(worker)
-        if sender is None:
-            used = {each.bit for each in self._senders.values()}
-            bit = 1
-            while bit in used:
-                bit <<= 1
-            sender = self._senders[worker] = _Sender(bit)
-        return sender
+    @staticmethod
+    def _accepted(pages: Fingerprints, accepted: NDArray[np.bool_]) -> Fingerprints:
+        """Those in the right shards, each once."""
+        if not len(pages):
+            return pages
+        return distinct(pages[accepted.take(last_bytes(pages))])
 
-    def _remove(self, key: bytes, bit: int) -> None:
-        mask = self._pages.get(key, 0)
-        if mask & bit:
-            left = mask & ~bit
-            if left:
-                self._pages[key] = left
-            else:
-                del self._pages[key]
+    def _remove(self, worker: WorkerId, pages: Fingerprints) -> None:
+        slots, _ = self._table.find(pages)
+        self._change(slots, lambda holders: holders - {worker})
+
+    def _add(self, worker: WorkerId, pages: Fingerprints) -> None:
+        mine = frozenset([worker])
+        slots, new = self._table.find(pages)
+        self._change(slots, lambda holders: holders | mine)
+        self._table.add(new, self._sets.change(np.zeros(len(new), dtype=np.uint32), lambda _: mine))
+
+    def _change(self, slots: Slots, become: Callable[[Holders], Holders]) -> None:
+        if len(slots):
+            self._table.set(slots, self._sets.change(self._table.values(slots), become))
+
+    def _tidy(self) -> None:
+        self._table.shrink()
+        if lost := self._table.take_lost():
+            self._sets.change(np.array(lost, dtype=np.uint32), lambda _: NOBODY)
 
     # --- lookups ---
 
-    def locate(self, keys: Sequence[bytes]) -> tuple[list[list[str]], bytes]:
+    def locate(self, pages: Fingerprints) -> tuple[list[list[str]], bytes]:
         """`holders` and `which` of PagesFound."""
-        masks = list(map(self._pages.get, keys, repeat(0)))
-        numbers = {0: 0}
-        for mask in set(masks):
-            numbers.setdefault(mask, len(numbers))
-        return [self._workers(mask) for mask in numbers], pack_numbered(masks, numbers)
-
-    def _workers(self, mask: int) -> list[str]:
-        return [worker for worker, sender in self._senders.items() if sender.bit & mask]
+        values = self._table.get(pages)
+        if len(self._sets) <= FEW_SETS:  # then all of them are told, and nothing is numbered anew
+            return [self._sets.names(number) for number in range(len(self._sets))], values.astype(
+                "<u4", copy=False
+            ).tobytes()
+        found = np.bincount(values, minlength=1)
+        found[0] = 1
+        kinds = found.nonzero()[0]
+        found[kinds] = np.arange(len(kinds))
+        return [self._sets.names(number) for number in kinds.tolist()], found.astype("<u4").take(values).tobytes()
 
     def statistics(self) -> dict[str, int]:
         """Counts for people and metrics."""
-        return {"catalog_pages": self.pages, "catalog_workers": len(self._senders)}
+        return {"catalog_pages": self.pages, "catalog_workers": len(self._begun)}
 
-    def holdings(self) -> dict[int, dict[WorkerId, set[bytes]]]:
-        """Everything that is listed, for tests and for people: per held shard and worker the keys."""
-        found: dict[int, dict[WorkerId, set[bytes]]] = {
-            shard: {worker: set() for worker, sender in self._senders.items() if shard in sender.shards}
-            for shard in self.held
+    def _listed(self) -> tuple[Fingerprints, list[int]]:
+        """Every page that is listed, and the number of its set."""
+        slots = self._table.of_last_bytes(np.ones(BYTE_VALUES, dtype=bool))
+        return self._table.fingerprints(slots), self._table.values(slots).tolist()
+
+    def holdings(self) -> dict[int, dict[WorkerId, set[int]]]:
+        """Everything that is listed, for tests and for people: per held shard and worker the fingerprints of the keys."""
+        found: dict[int, dict[WorkerId, set[int]]] = {
+            shard: {worker: set() for worker, shards in self._begun.items() if shard in shards} for shard in self.held
         }
-        for key, mask in self._pages.items():
-            for worker in self._workers(mask):
-                found[shard_of(key, self._shards)][WorkerId(worker)].add(key)
+        pages, numbers = self._listed()
+        for page, last, number in zip(pages.tolist(), last_bytes(pages).tolist(), numbers, strict=True):
+            for worker in self._sets.of(number):
+                found[shard_of_byte(last, self._shards)][worker].add(page)
         return found
 
     def check(self) -> None:
         """Raises AssertionError unless every page belongs to its shard, to known workers and to a held shard."""
-        bits = [sender.bit for sender in self._senders.values()]
-        assert len(set(bits)) == len(bits)
-        for sender in self._senders.values():
-            assert sender.shards <= set(self.held)
-        known = [
-            sum(sender.bit for sender in self._senders.values() if shard in sender.shards)
-            for shard in range(self._shards)
-        ]
-        for key, mask in self._pages.items():
-            assert mask and not mask & ~known[shard_of(key, self._shards)], "a page of a worker that has not reported"
+        for shards in self._begun.values():
+            assert shards <= set(self.held)
+        self._table.check()
+        pages, numbers = self._listed()
+        self._sets.check(np.array(numbers, dtype=np.uint32))
+        for last, number in set(zip(last_bytes(pages).tolist(), numbers, strict=True)):
+            holders = self._sets.of(number)
+            known = {who for who, begun in self._begun.items() if shard_of_byte(last, self._shards) in begun}
+            assert holders and holders <= known, "a page of a worker that has not reported"

@@ -1,6 +1,7 @@
 """What one process knows of the cluster: a copy of the store's metadata, kept current by its watch.
 
 cluster/incarnation                 the life of the store's database, the first half of every fencing token
+cluster/restored                    there for a while after a restore: who held a shard in the former life may still believe it
 cluster/shard-count                 into how many shards the pages are cut
 cluster/workers/WORKER              WorkerRecord, under the lease of that worker
 cluster/instances/INSTANCE          InstanceRecord, under the lease of its worker
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from tensorcast_connector.config import LISTING_CATCH_UP_S
 from tensorcast_connector.core.placement import valid_shard_count
 from tensorcast_connector.errors import ProtocolError
 from tensorcast_connector.types import InstanceId, Token, WorkerId
@@ -21,11 +23,13 @@ from tensorcast_connector.wire.store_messages import (
     InstanceRecord,
     ReplicaRecord,
     ShardRecord,
+    Watch,
     WorkerRecord,
 )
 
 CLUSTER = "cluster/"
 INCARNATION = "cluster/incarnation"
+RESTORED = "cluster/restored"
 SHARD_COUNT = "cluster/shard-count"
 WORKERS = "cluster/workers/"
 INSTANCES = "cluster/instances/"
@@ -73,13 +77,56 @@ class ShardHolder:
     token: Token
 
 
+class _Listing:
+    """Everything there is, while it comes in pages that were read one after the other, and changes meanwhile.
+
+    What the pages say together is the state at no moment; with all changes since the first of them it is.
+    """
+
+    def __init__(self, first: Changes) -> None:
+        self.incarnation = first.incarnation
+        self.revision = first.revision  # of the first page; once all are here, up to which changes are known
+        self.after_key = first.entries[-1].key  # the last key that was listed; "": all pages are here
+        self._at_once = True  # all pages were read at one revision
+        self._entries = {entry.key: entry for entry in first.entries}
+
+    @property
+    def wait_ms(self) -> int:
+        """How long the next answer may take: changes that a page has shown already are certain to come."""
+        return int(LISTING_CATCH_UP_S * 1000) if not self.after_key and self._is_behind() else 0
+
+    def _is_behind(self) -> bool:
+        return any(entry.revision > self.revision for entry in self._entries.values())
+
+    def takes(self, changes: Changes) -> bool:
+        """Whether `changes` are what was asked for."""
+        same = (changes.incarnation, changes.after_key) == (self.incarnation, self.after_key)
+        return same and bool(changes.entries or not (self.after_key and changes.more))
+
+    def add(self, changes: Changes) -> Changes | None:
+        """The next answer; the whole, once it is complete."""
+        self._entries |= {entry.key: entry for entry in changes.entries}
+        for key in changes.deleted:
+            self._entries.pop(key, None)
+        if self.after_key:
+            self._at_once = self._at_once and changes.revision == self.revision
+            self.after_key = changes.entries[-1].key if changes.more else ""
+            done = not changes.more and self._at_once
+        else:
+            self.revision = changes.revision
+            done = not changes.more and not self._is_behind()
+        return Changes(self.incarnation, self.revision, True, list(self._entries.values()), []) if done else None
+
+
 class ClusterView:
-    """See the module. Changed only by `apply`."""
+    """See the module. Changed only by `apply`, and a listing that comes in pages changes it with its last one."""
 
     def __init__(self) -> None:
+        self._listing: _Listing | None = None
         self.incarnation = 0
         self.revision = 0
         self.shard_count = 0
+        self.restored = False  # a moment ago: no shards are granted
         self.workers: dict[WorkerId, WorkerRecord] = {}
         self.instances: dict[InstanceId, InstanceRecord] = {}
         self.shards: dict[int, ShardHolder] = {}
@@ -89,25 +136,50 @@ class ClusterView:
     def __repr__(self) -> str:
         return f"<ClusterView at {self.incarnation}/{self.revision}: {len(self.workers)} workers, {len(self.shards)} shards>"
 
+    @property
+    def listing(self) -> bool:
+        """Whether a part of everything there is has come, and the rest is still to be asked for."""
+        return self._listing is not None
+
+    def ask(self, wait_ms: int) -> Watch:
+        """What to ask the store next; it may take `wait_ms` to answer if there is nothing to tell."""
+        if self._listing is None:
+            return Watch(self.incarnation, self.revision, wait_ms, "")
+        listing = self._listing
+        return Watch(listing.incarnation, listing.revision, listing.wait_ms, listing.after_key)
+
     def apply(self, changes: Changes) -> None:
-        """Brings the view up to date.
+        """Brings the view up to date with the answer to `ask`.
 
         Raises:
             ProtocolError: it is of an earlier life of the store than what is known (its clock went back, or an old
                 database was put in place without `tensorcast store restore`), and nothing of it is taken; or a record
                 makes no sense, and counts as absent.
         """
+        listing, self._listing = self._listing, None
         if changes.incarnation < self.incarnation:
             raise ProtocolError(
                 f"the store's database is of an earlier life ({changes.incarnation}) than the one known here "
                 f"({self.incarnation}); restore it with `tensorcast store restore`, or restart the workers"
             )
+        if changes.complete and changes.more and changes.entries:
+            self._listing = _Listing(changes)
+            return
+        if listing is not None and not changes.complete:
+            if not listing.takes(changes):
+                return  # a store that knows no pages, or another life: all over again
+            whole = listing.add(changes)
+            if whole is None:
+                self._listing = listing
+                return
+            changes = whole
         if changes.complete:
             self.workers.clear()
             self.instances.clear()
             self.shards.clear()
             self.replicas.clear()
             self._of_key.clear()
+            self.restored = False
         self.incarnation, self.revision = changes.incarnation, changes.revision
         for key in changes.deleted:
             self._forget(key)
@@ -140,6 +212,8 @@ class ClusterView:
                 raise ValueError(f"it is of {replica.artifact_id!r} at {worker_id!r}")
             self.replicas.setdefault(replica.artifact_id, {})[worker_id] = replica
             self._of_key[key] = replica.artifact_id, worker_id
+        elif key == RESTORED:
+            self.restored = True
         elif key == SHARD_COUNT:
             count = int(entry.value)
             if not valid_shard_count(count):
@@ -153,6 +227,8 @@ class ClusterView:
             self.instances.pop(InstanceId(key.removeprefix(INSTANCES)), None)
         elif key.startswith(SHARDS):
             self.shards.pop(_shard_of(key), None)
+        elif key == RESTORED:
+            self.restored = False
         elif key in self._of_key:
             artifact_id, worker_id = self._of_key.pop(key)
             copies = self.replicas[artifact_id]

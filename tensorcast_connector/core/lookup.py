@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tensorcast_connector.core.homes import Homes
-from tensorcast_connector.core.placement import shard_of
+from tensorcast_connector.core.placement import shard_of, shard_of_byte
 from tensorcast_connector.errors import ProtocolError
 from tensorcast_connector.types import WorkerId
 from tensorcast_connector.wire.codec import unpack_indexes
-from tensorcast_connector.wire.messages import FindPages, PagesFound
+from tensorcast_connector.wire.keys import by_length, pack
+from tensorcast_connector.wire.messages import FindKeys, PagesFound
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class Ask:
 
     home: WorkerId
     positions: Sequence[int]  # in the keys of the lookup
-    message: FindPages
+    message: FindKeys
     redirected: bool = False
 
 
@@ -31,6 +32,7 @@ class Lookup:
     def __init__(self, keys: Sequence[bytes], homes: Homes) -> None:
         self._keys = keys
         self._homes = homes
+        self._one_length = len(set(map(len, keys))) <= 1
         self.holders: list[Sequence[str]] = [()] * len(keys)
 
     def first(self) -> list[Ask]:
@@ -46,15 +48,22 @@ class Lookup:
             for at in positions:
                 groups[home_of[keys[at][-1]]].append(at)
         return [
-            Ask(home, places, self._message(places), redirected)
+            Ask(home, part, self._message(part), redirected)
             for home, places in groups.items()
-            if home is not None and places
+            if home is not None
+            for part in self._of_one_length(places)
         ]
 
-    def _message(self, positions: Sequence[int]) -> FindPages:
-        keys = [self._keys[at] for at in positions]
+    def _of_one_length(self, positions: list[int]) -> list[list[int]]:
+        if self._one_length:
+            return [positions] if positions else []
+        return [[positions[at] for at in part] for part in by_length([self._keys[at] for at in positions])]
+
+    def _message(self, positions: Sequence[int]) -> FindKeys:
+        keys = pack(self._keys if len(positions) == len(self._keys) else [self._keys[at] for at in positions])
         count = self._homes.shards
-        return FindPages(list({byte % count for byte in {key[-1] for key in keys}}), keys)
+        shards = {shard_of_byte(byte, count) for byte in keys.last_bytes()}
+        return FindKeys(list(shards), keys.key_bytes, keys.packed)
 
     def answered(self, ask: Ask, reply: PagesFound) -> list[Ask]:
         """One home's answer; whom to ask instead, if shards have moved and it was not redirected already.

@@ -26,7 +26,6 @@ from tensorcast_connector.wire.store_messages import (
     RemoveInstance,
     RemoveReplica,
     ReplicaRecord,
-    Watch,
     WorkerRecord,
 )
 
@@ -115,8 +114,7 @@ class Member:
         if self._watch_call is None and self._watch_at <= now:
             trouble = not self._view.incarnation or self._watch_error is not None
             wait_ms = 0 if trouble else int(WATCH_WAIT_S * 1000)  # in trouble any answer is news
-            message = Watch(self._view.incarnation, self._view.revision, wait_ms)
-            self._watch_call = StoreCall(message, WATCH_WAIT_S + STORE_TIMEOUT_S, now)
+            self._watch_call = StoreCall(self._view.ask(wait_ms), WATCH_WAIT_S + STORE_TIMEOUT_S, now)
             calls.append(self._watch_call)
         return calls
 
@@ -126,7 +124,8 @@ class Member:
         if self._lease_call is None:
             times.append(self._lease_at)
             if self._leases.lease_id:
-                times.append(self._leases.wake_at(self._polled_at))
+                if not self._view.restored:
+                    times.append(self._leases.wake_at(self._polled_at))
                 if self._untold:
                     times.append(self._list_at)
         return min(times, default=float("inf"))
@@ -141,6 +140,8 @@ class Member:
         if self._untold and self._list_at <= now:
             record, here = next(iter(self._untold.values()))
             return StoreCall(_listing(record, here, lease_id), STORE_TIMEOUT_S, now, (record, here))
+        if self._view.restored:
+            return None  # no shards are granted; the watch tells when
         if shards := self._leases.handovers(now):
             revisions = self._leases.given_back(shards, now)
             return StoreCall(ReleaseShards(lease_id, shards, revisions), STORE_TIMEOUT_S, now)
@@ -197,16 +198,21 @@ class Member:
         try:
             self._view.apply(reply)
         finally:  # what made sense of it counts
-            me = WorkerId(self._record.worker_id)
-            another_life = 0 < self._listed_life < self._view.incarnation
-            recent = self._view.revision >= self._registered_revision or another_life
-            if self._leases.lease_id and recent and me not in self._view.workers:
-                self._lost(now)  # whatever the lease's number means to this store, it is not ours
-            if me in self._view.workers:
-                self._listed_life = self._view.incarnation
-            self._leases.update(self._view, now)
-            if self._leases.lease_id and sent_at > self._listed_at and not self._untold:
-                self._compare()
+            if not self._view.listing:  # else some are still to be listed
+                self._look(sent_at, now)
+
+    def _look(self, sent_at: float, now: float) -> None:
+        """The view is another one."""
+        me = WorkerId(self._record.worker_id)
+        another_life = 0 < self._listed_life < self._view.incarnation
+        recent = self._view.revision >= self._registered_revision or another_life
+        if self._leases.lease_id and recent and me not in self._view.workers:
+            self._lost(now)  # whatever the lease's number means to this store, it is not ours
+        if me in self._view.workers:
+            self._listed_life = self._view.incarnation
+        self._leases.update(self._view, now)
+        if self._leases.lease_id and sent_at > self._listed_at and not self._untold:
+            self._compare()
 
     def _compare(self) -> None:
         """Lists what should be listed and is not, and the other way round: an old request may have been done late.

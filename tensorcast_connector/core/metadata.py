@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorcast_connector.config import ASK_INVENTORY_INTERVAL_S, STORE_TIMEOUT_S
+from tensorcast_connector.core import fingerprints
 from tensorcast_connector.core.catalog import Catalog
 from tensorcast_connector.core.cluster import ClusterView
 from tensorcast_connector.core.homes import Homes
@@ -25,11 +26,12 @@ from tensorcast_connector.types import Token, WorkerId
 from tensorcast_connector.wire.messages import (
     AskInventory,
     Fenced,
-    FindPages,
+    Find,
     Message,
     PagesFound,
+    Report,
     Reported,
-    ReportPages,
+    ReportKeys,
 )
 from tensorcast_connector.wire.store_messages import (
     Alive,
@@ -47,13 +49,13 @@ class PeerCall:
     """A request to another worker, or to this one: then it is answered by `Metadata.serve` without a network."""
 
     to: WorkerId
-    message: ReportPages | AskInventory
+    message: ReportKeys | AskInventory
     timeout_s: float
 
 
 Call = StoreCall | PeerCall
 ANSWERS: dict[type[Message], type[Message]] = {
-    RegisterWorker: LeaseGranted, KeepAlive: Alive, Watch: Changes, ReportPages: Reported, AskInventory: Fenced,
+    RegisterWorker: LeaseGranted, KeepAlive: Alive, Watch: Changes, ReportKeys: Reported, AskInventory: Fenced,
 }  # fmt: skip
 """What calls are answered with; those that are not here with Ok. Anything else is no answer, and the call has failed."""
 
@@ -129,7 +131,7 @@ class Metadata:
                 self.member.answered(call, reply, now)
             finally:
                 self._view_changed()
-        elif isinstance(call.message, ReportPages):
+        elif isinstance(call.message, ReportKeys):
             assert isinstance(reply, Reported)
             self.homes.observe_all(reply.moved)
             self._hold()
@@ -144,7 +146,7 @@ class Metadata:
         if isinstance(call, StoreCall):
             self.member.failed(call, error, now)
             self._view_changed()
-        elif isinstance(call.message, ReportPages):
+        elif isinstance(call.message, ReportKeys):
             self.reporter.failed(call.to, call.message, now)
         else:
             self._answered_ask(call)
@@ -186,16 +188,17 @@ class Metadata:
             Unavailable: the caller is not known here yet.
             ProtocolError: not a request about metadata, or of a shard that does not exist.
         """
-        if isinstance(message, FindPages):
-            moved = [self.homes.at(shard) for shard in message.shards if shard not in self.catalog.held]
-            return PagesFound(*self.catalog.locate(message.keys), moved)
-        if isinstance(message, ReportPages):
+        if isinstance(message, Find):
+            elsewhere = set(message.shards).difference(self.catalog.held)
+            moved = [self.homes.at(shard) for shard in sorted(elsewhere)]
+            return PagesFound(*self.catalog.locate(fingerprints.of(message.listed)), moved)
+        if isinstance(message, Report):
             return self._report(message, now)
         if isinstance(message, AskInventory):
             return self._ask(message)
         raise ProtocolError(f"a worker does not take {type(message).__name__} here")
 
-    def _report(self, message: ReportPages, now: float) -> Reported:
+    def _report(self, message: Report, now: float) -> Reported:
         worker = WorkerId(message.worker_id)
         if worker not in self.view.workers and worker != self.worker_id:
             raise Unavailable(f"{worker} is not known here yet")
@@ -203,9 +206,8 @@ class Metadata:
         held = self._ours() if self.leases.may_write(now) else {}
         mine = [shard for shard, *token in message.shards if held.get(shard) == tuple(token)]
         refused = {shard for shard, *_ in message.shards}.difference(mine)
-        unknown = self.catalog.report(
-            worker, message.number, mine, message.reset, message.added, message.removed
-        )  # fmt: skip
+        added, removed = map(fingerprints.of, (message.listed_added, message.listed_removed))
+        unknown = self.catalog.report(worker, message.number, mine, message.reset, added, removed)
         return Reported([self.homes.at(shard) for shard in sorted(refused)], unknown)
 
     def _ask(self, message: AskInventory) -> Fenced:

@@ -5,6 +5,7 @@ report that may or may not have arrived is simply made again, and nothing depend
 A home that is new, or that has forgotten us, is told the whole inventory of the shards concerned first.
 """
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,7 +19,8 @@ from tensorcast_connector.config import (
 from tensorcast_connector.core.homes import Homes
 from tensorcast_connector.core.placement import shard_of
 from tensorcast_connector.types import Token, WorkerId
-from tensorcast_connector.wire.messages import Reported, ReportPages
+from tensorcast_connector.wire.keys import pack
+from tensorcast_connector.wire.messages import Reported, ReportKeys
 
 
 class PageIndex(Protocol):
@@ -36,7 +38,7 @@ class _Home:
     """The conversation with one home."""
 
     dirty: dict[bytes, None] = field(default_factory=dict)
-    sent: ReportPages | None = None  # and not answered
+    sent: ReportKeys | None = None  # and not answered
     retry_at: float = 0.0  # nothing before that
     retry_s: float = 0.0  # how long it waited the last time; 0 if that report arrived
     beat_at: float = 0.0  # even if there is nothing to tell
@@ -78,7 +80,7 @@ class Reporter:
             if self._told.pop(shard, None) is not None:
                 self._untold_as_of = -1
 
-    def poll(self, now: float) -> list[tuple[WorkerId, ReportPages]]:
+    def poll(self, now: float) -> list[tuple[WorkerId, ReportKeys]]:
         """The reports to send now."""
         self._meet_homes()
         untold = self._untold()
@@ -123,7 +125,7 @@ class Reporter:
             self._told = {shard: told for shard, told in self._told.items() if told[1] != home}
             self._untold_as_of = -1
 
-    def _next(self, home: WorkerId, now: float) -> ReportPages:
+    def _next(self, home: WorkerId, now: float) -> ReportKeys:
         stream = self._streams[home]
         held = self._homes.of(home)
         reset = self._untold().get(home, [])
@@ -133,7 +135,7 @@ class Reporter:
             wanted = set(reset)
             inventory = [key for key in self._pages.inventory() if shard_of(key, self._homes.shards) in wanted]
             stream.dirty = dict.fromkeys(inventory) | stream.dirty
-        batch = list(stream.dirty)[:REPORT_KEYS_PER_MESSAGE]
+        batch = _of_one_length(stream.dirty)
         for key in batch:
             del stream.dirty[key]
         resident = self._pages.resident
@@ -141,10 +143,13 @@ class Reporter:
         removed = [key for key in batch if not resident(key)] if len(added) < len(batch) else []
         grants = [(shard, token.incarnation, token.revision) for shard, token in held.items()]
         stream.beat_at = now + REPORT_INTERVAL_S
-        stream.sent = ReportPages(self._me, next(self._numbers), grants, reset, added, removed)
+        key_bytes = len(batch[0]) if batch else 0
+        stream.sent = ReportKeys(
+            self._me, next(self._numbers), grants, reset, key_bytes, pack(added).packed, pack(removed).packed
+        )
         return stream.sent
 
-    def answered(self, home: WorkerId, report: ReportPages, reply: Reported, now: float) -> None:
+    def answered(self, home: WorkerId, report: ReportKeys, reply: Reported, now: float) -> None:
         """The home's answer; `homes` has seen what it says of shards that moved."""
         stream = self._finish(home, report)
         if stream is None:
@@ -156,16 +161,16 @@ class Reporter:
         stream.retry_s = stream.retry_s if waiting else 0.0
         if waiting:
             count = self._homes.shards
-            keys = [key for key in (*report.added, *report.removed) if shard_of(key, count) in waiting]
+            keys = [key for key in _keys(report) if shard_of(key, count) in waiting]
             self._say_again(home, stream, keys, now)
 
-    def failed(self, home: WorkerId, report: ReportPages, now: float) -> None:
+    def failed(self, home: WorkerId, report: ReportKeys, now: float) -> None:
         """Nothing is known of it: what it said is said again."""
         stream = self._finish(home, report)
         if stream is None:
             return
         self._forget(home, report.reset)
-        self._say_again(home, stream, [*report.added, *report.removed], now)
+        self._say_again(home, stream, _keys(report), now)
 
     def _say_again(self, home: WorkerId, stream: _Home, keys: Iterable[bytes], now: float) -> None:
         stream.dirty = dict.fromkeys(keys) | stream.dirty
@@ -182,7 +187,7 @@ class Reporter:
                 del self._told[shard]
                 self._untold_as_of = -1
 
-    def _finish(self, home: WorkerId, report: ReportPages) -> _Home | None:
+    def _finish(self, home: WorkerId, report: ReportKeys) -> _Home | None:
         stream = self._streams.get(home)
         if stream is None or stream.sent is not report:
             return None
@@ -195,3 +200,15 @@ class Reporter:
         before = self._untold()
         self._untold_as_of = -1
         assert before == self._untold()
+
+
+def _of_one_length(keys: Collection[bytes]) -> list[bytes]:
+    """As many as a report may have, beginning with the first."""
+    batch = list(itertools.islice(keys, REPORT_KEYS_PER_MESSAGE))
+    size = len(batch[0]) if batch else 0
+    return [key for key in batch if len(key) == size]
+
+
+def _keys(report: ReportKeys) -> Iterator[bytes]:
+    """All that it speaks of."""
+    return itertools.chain(report.listed_added, report.listed_removed)

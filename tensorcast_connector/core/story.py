@@ -93,6 +93,16 @@ class Stories:
         return list(found)
 
 
+def nothing_found(text: str) -> str:
+    """What to say when there are no lines about `text`: why that may be, and what else can be asked."""
+    wanted = text.strip()
+    others = "the id of a hold or a worker, 'shard 12', the name of an event such as fetch, or '' for everything"
+    why = "only the latest events are kept"
+    if _as_hex(wanted.lower()) and len(wanted) < STORY_PREFIX_DIGITS_MIN:
+        why = f"of a page at least {STORY_PREFIX_DIGITS_MIN} hex digits of its block hash are needed"
+    return f"nothing recorded about {text!r}: {why}. Other things to ask for: {others}"
+
+
 def _page_finder(digits: str) -> Callable[[Sequence[bytes]], list[int]]:
     """Finds the places of the keys whose block hash begins with `digits`; none if these are no hex digits, or too few."""
     if not _as_hex(digits) or len(digits) < STORY_PREFIX_DIGITS_MIN:

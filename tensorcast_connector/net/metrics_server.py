@@ -78,22 +78,26 @@ class Source(Protocol):
 
 
 class _Collected(Collector):
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+
+    def describe(self) -> Iterator[Metric]:
+        """There may be more sources later."""
+        return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        found: dict[str, list[tuple[Sequence[str], Value]]] = {family.name: [] for family in self._source.families}
-        for name, labels, value in self._source.values():
-            found[name].append((labels, value))
-        for family in self._source.families:
-            yield family.metric(found[family.name])
+        for source in self._sources:
+            found: dict[str, list[tuple[Sequence[str], Value]]] = {family.name: [] for family in source.families}
+            for name, labels, value in source.values():
+                found[name].append((labels, value))
+            for family in source.families:
+                yield family.metric(found[family.name])
 
 
-def registry_of(sources: Iterable[Source]) -> CollectorRegistry:
+def registry_of(sources: Sequence[Source]) -> CollectorRegistry:
     """All metrics of a process: those of `sources` and what the kernel says of the process."""
     registry = CollectorRegistry()
-    for source in sources:
-        registry.register(_Collected(source))
+    registry.register(_Collected(sources))
     ProcessCollector(registry=registry)
     return registry
 
@@ -113,7 +117,7 @@ class MetricsListener:
 async def serve_metrics(address: Address, sources: Sequence[Source]) -> MetricsListener:
     """Serves `/metrics` and `/healthz` at `address` (port 0 = any) until the listener is closed.
 
-    `/healthz` answers 200, or 503 and the reason while a source is ill.
+    `/healthz` answers 200, or 503 and the reason while a source is ill, or while there is none: it starts, or stops.
 
     Raises:
         ConfigError: the address cannot be listened on; says why.
@@ -129,7 +133,7 @@ async def serve_metrics(address: Address, sources: Sequence[Source]) -> MetricsL
     async def health(_: web.Request) -> web.Response:
         for source in sources:
             await source.refresh()
-        reasons = [reason for source in sources if (reason := source.ill())]
+        reasons = [reason for source in sources if (reason := source.ill())] if sources else ["it does not serve"]
         return web.Response(text="\n".join([*reasons, ""]) if reasons else "ok\n", status=503 if reasons else 200)
 
     app = web.Application()

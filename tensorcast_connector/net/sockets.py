@@ -15,6 +15,7 @@ from tensorcast_connector.config import (
     TCP_KEEPALIVE_PROBES,
 )
 from tensorcast_connector.errors import ConfigError, TensorcastError, Unavailable
+from tensorcast_connector.net.admission import Stage, least_missed
 from tensorcast_connector.net.private import bind_private
 from tensorcast_connector.net.transport import Buffer, Listener, OnStream, Stream
 from tensorcast_connector.types import Address
@@ -30,6 +31,7 @@ class SocketStream(asyncio.BufferedProtocol):
 
     def __init__(self, accepted: "SocketListener | None" = None) -> None:
         self._accepted = accepted
+        self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._buffer = memoryview(bytearray(RECEIVE_BUFFER_BYTES))
         self._start = self._end = 0
@@ -45,12 +47,16 @@ class SocketStream(asyncio.BufferedProtocol):
         self._closed = False  # and none can be sent
         self._lost: Exception | None = None
         self.peer = "?"
+        self.host = ""  # these three as in admission.py, by the event loop's time
+        self.heard_at = 0.0
+        self.stage = Stage.UNGREETED
 
     # --- asyncio's side ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio: the connection is up."""
         self._transport = transport  # type: ignore[assignment]
+        self.heard_at = self._loop.time()
         # A send returns when nothing is queued any more, so the caller may reuse the memory it sent from.
         self._transport.set_write_buffer_limits(high=0)  # type: ignore[union-attr]
         sock = transport.get_extra_info("socket")
@@ -60,6 +66,7 @@ class SocketStream(asyncio.BufferedProtocol):
             _keep_alive(sock)
             peer = transport.get_extra_info("peername")  # None if it has left already
             self.peer = f"{peer[0]}:{peer[1]}" if peer else "a peer that left"
+            self.host = peer[0] if peer else "?"
         if self._accepted is not None:
             self._accepted.start(self)
 
@@ -71,6 +78,9 @@ class SocketStream(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """asyncio: so many bytes went there."""
+        self.heard_at = self._loop.time()
+        if self.stage is Stage.GREETED:
+            self.stage = Stage.ASKED
         if self._target is not None:
             self._target = self._target[nbytes:]
             if self._target.nbytes:
@@ -105,6 +115,7 @@ class SocketStream(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         """asyncio: nothing is queued any more."""
+        self.heard_at = self._loop.time()
         self._flushed.set()
 
     def _wake_reader(self) -> None:
@@ -114,7 +125,7 @@ class SocketStream(asyncio.BufferedProtocol):
     # --- the Stream seam ---
 
     async def _wait_for_bytes(self) -> None:
-        self._reader = asyncio.get_running_loop().create_future()
+        self._reader = self._loop.create_future()
         try:
             await self._reader
         finally:
@@ -202,6 +213,8 @@ class SocketStream(asyncio.BufferedProtocol):
     def write(self, data: Buffer) -> None:
         """See Stream."""
         if self._transport is not None and not self._closed and not self._transport.is_closing():
+            if self.stage is Stage.UNGREETED:
+                self.stage = Stage.GREETED
             self._transport.write(data)
 
     async def send(self, data: Buffer) -> None:
@@ -254,21 +267,35 @@ class SocketListener:
     def __init__(self, on_stream: OnStream) -> None:
         self._on_stream = on_stream
         self._server: asyncio.Server | None = None
-        self._tasks: dict[asyncio.Task[None], Stream] = {}
+        self._tasks: dict[asyncio.Task[None], SocketStream] = {}
+        self._leaving: set[asyncio.Task[None]] = set()  # that had to make room
         self._socket_file: tuple[Path, int] | None = None
         self._closed = False
         self.address = Address("tcp")
 
     def start(self, stream: SocketStream) -> None:
         """Serves an accepted connection."""
-        if self._closed or len(self._tasks) >= CONNECTIONS_MAX:
-            if not self._closed:
-                logger.warning("connection from %s closed: %d are open already", stream.peer, CONNECTIONS_MAX)
+        if self._closed or (len(self._tasks) >= CONNECTIONS_MAX and not self._make_room(stream)):
             stream.close()
             return
         task = asyncio.get_running_loop().create_task(self._serve(stream))
         self._tasks[task] = stream
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
+
+    def _make_room(self, newcomer: SocketStream) -> bool:
+        now = asyncio.get_running_loop().time()
+        victim = least_missed(self._tasks.values(), newcomer, now)
+        leaves = victim or newcomer
+        silent = f", and this one silent for {now - leaves.heard_at:.0f} s" if victim else ""
+        logger.warning("connection from %s closed: %d are open already%s", leaves.peer, CONNECTIONS_MAX, silent)
+        if victim is None:
+            return False
+        task = next(task for task, stream in self._tasks.items() if stream is victim)
+        del self._tasks[task]
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+        victim.close()
+        return True
 
     async def _serve(self, stream: SocketStream) -> None:
         try:
@@ -300,7 +327,7 @@ class SocketListener:
         for task, stream in list(self._tasks.items()):
             stream.close()
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._leaving, return_exceptions=True)
 
     def _remove_socket_file(self) -> None:
         if self._socket_file is not None:

@@ -13,15 +13,18 @@ from pathlib import Path
 import blake3
 import msgspec
 
-from tensorcast_connector.core.cluster import INCARNATION
+from tensorcast_connector.config import MEMBER_TTL_S
+from tensorcast_connector.core.cluster import INCARNATION, RESTORED
 from tensorcast_connector.errors import ConfigError, Conflict, Unavailable
 from tensorcast_connector.store.incarnation import INCARNATION_MAX, parse_incarnation, read_incarnation
 from tensorcast_connector.store.kv import (
+    ALIVE,
     RESTORING_KEY,
     TXN_BYTES_MAX,
     TXN_OPERATIONS_MAX,
     Compare,
     Delete,
+    KeyValue,
     KvStore,
     Put,
 )
@@ -140,17 +143,23 @@ def read_backup(path: Path) -> Backup:
     return Backup(header.revision, header.incarnation, entries)
 
 
-async def restore_backup(kv: KvStore, backup: Backup, *, replace: bool, now_unix_s: int) -> int:
+async def restore_backup(
+    kv: KvStore, backup: Backup, *, replace: bool, now_unix_s: int, even_if_served: bool = False
+) -> int:
     """Makes `kv` what the backup was, in a new incarnation, which is returned. No store may serve `kv` meanwhile.
 
     In SQLite it happens in one transaction. Elsewhere a marker tells of a restore that was interrupted: no store starts on
-    that database until it is restored again, which needs no `replace` then.
+    that database until it is restored again, which needs no `replace` then. Stores on it grant no shards for MEMBER_TTL_S.
 
     Raises:
-        ConfigError: there is something in `kv` already, and not `replace`.
+        ConfigError: there is something in `kv` already, and not `replace`; or a store process serves it, and not
+            `even_if_served`.
         Conflict: another restore is under way.
     """
     _, found = await kv.range("")
+    if not even_if_served:
+        _check_unserved(found)
+    found = [each for each in found if not each.key.startswith(ALIVE)]
     marker = next((each for each in found if each.key == RESTORING_KEY), None)
     if found and not replace and marker is None:
         raise ConfigError(f"the database is not empty ({len(found)} keys); --replace gives up what is in it")
@@ -158,17 +167,27 @@ async def restore_backup(kv: KvStore, backup: Backup, *, replace: bool, now_unix
     incarnation = max(now_unix_s, backup.incarnation + 1, *(each + 1 for each in earlier), 1)
     if isinstance(kv, SqliteKv):
         entries = [*backup.entries, (INCARNATION, str(incarnation).encode())]
-        await kv.replace_all(entries, backup.revision)
+        await kv.replace_all(entries, backup.revision, (RESTORED, MEMBER_TTL_S))
     else:
         try:
-            await _replace_in_steps(kv, backup, str(incarnation).encode(), marker.mod_revision if marker else 0)
+            marked = marker.mod_revision if marker else 0
+            await _replace_in_steps(kv, backup, str(incarnation).encode(), marked, even_if_served)
         except Unavailable as error:
             raise Unavailable(f"{error}; the restore may be incomplete, run it again") from error
     return incarnation
 
 
-async def _replace_in_steps(kv: KvStore, backup: Backup, incarnation: bytes, marked: int) -> None:
+def _check_unserved(found: Sequence[KeyValue]) -> None:
+    if served := [each.value.decode(errors="replace") for each in found if each.key.startswith(ALIVE)]:
+        raise ConfigError(
+            f"store processes serve this database ({', '.join(served)}): stop them first; one that was killed is forgotten "
+            f"after {MEMBER_TTL_S} s (--force restores all the same)"
+        )
+
+
+async def _replace_in_steps(kv: KvStore, backup: Backup, incarnation: bytes, marked: int, even_if_served: bool) -> None:
     """The former incarnation stays until the new one takes its place in the last step, so it never decreases."""
+    before = marked
 
     async def step(operations: Sequence[Put | Delete]) -> int:
         done = await kv.txn([Compare(RESTORING_KEY, marked)], operations)
@@ -178,6 +197,13 @@ async def _replace_in_steps(kv: KvStore, backup: Backup, incarnation: bytes, mar
 
     marked = await step([Put(RESTORING_KEY, incarnation)])
     _, found = await kv.range("")
+    if not even_if_served:
+        try:
+            _check_unserved(found)  # a store says that it is there before it looks for the marker
+        except ConfigError:
+            if not before:
+                await step([Delete(RESTORING_KEY)])
+            raise
     for lease_id in {each.lease_id for each in found if each.lease_id}:
         await kv.lease_revoke(lease_id)  # with its keys: whoever lives registers anew
     kept = (INCARNATION, RESTORING_KEY)
@@ -185,7 +211,8 @@ async def _replace_in_steps(kv: KvStore, backup: Backup, incarnation: bytes, mar
         await step(part)
     for part in _parts([Put(key, value) for key, value in backup.entries]):
         await step(part)
-    await step([Put(INCARNATION, incarnation), Delete(RESTORING_KEY)])
+    lease_id = await kv.lease_grant(MEMBER_TTL_S)
+    await step([Put(INCARNATION, incarnation), Put(RESTORED, b"", lease_id), Delete(RESTORING_KEY)])
 
 
 def _parts(operations: Sequence[Put | Delete]) -> Iterator[list[Put | Delete]]:

@@ -7,7 +7,7 @@ from tensorcast_connector.core.cluster import ClusterView
 from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.net.transport import Network
 from tensorcast_connector.types import Address
-from tensorcast_connector.wire.store_messages import Changes, Watch
+from tensorcast_connector.wire.store_messages import Changes
 
 
 async def read_cluster(network: Network, stores: list[Address], name: str, chance: random.Random) -> ClusterView:
@@ -21,7 +21,9 @@ async def read_cluster(network: Network, stores: list[Address], name: str, chanc
     try:
         await client.wait_connected(STORE_TIMEOUT_S, patient=len(stores) > 1)
         view = ClusterView()
-        view.apply(await client.call(Watch(0, 0, 0), Changes, STORE_TIMEOUT_S))
-        return view
+        while True:
+            view.apply(await client.call(view.ask(0), Changes, STORE_TIMEOUT_S))
+            if not view.listing:
+                return view
     finally:
         await client.close()

@@ -8,11 +8,21 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tensorcast_connector.config import HISTORY_REVISIONS_MAX, STORE_TIMEOUT_S
+from tensorcast_connector.config import HISTORY_REVISIONS_MAX, LISTING_KEYS_MAX, STORE_TIMEOUT_S
 from tensorcast_connector.errors import Compacted, NotFound
 from tensorcast_connector.store.etcd_gateway import Answer, EtcdKey, Gateway, Header
 from tensorcast_connector.store.etcd_watch import EtcdWatch
-from tensorcast_connector.store.kv import Compare, Delete, Event, KeyValue, Put, TxnResult, check_txn, prefix_end
+from tensorcast_connector.store.kv import (
+    Compare,
+    Delete,
+    Event,
+    KeyValue,
+    Put,
+    TxnResult,
+    check_txn,
+    prefix_end,
+    weight,
+)
 from tensorcast_connector.types import Address
 
 _RANGE, _TXN = "/v3/kv/range", "/v3/kv/txn"
@@ -21,6 +31,7 @@ _GRANT, _KEEPALIVE, _REVOKE = "/v3/lease/grant", "/v3/lease/keepalive", "/v3/lea
 
 class _Ranged(Answer):
     kvs: list[EtcdKey] = msgspec.field(default_factory=list)
+    more: bool = False
 
 
 class _Done(Answer):
@@ -68,17 +79,35 @@ class EtcdKv:
     async def range(self, prefix: str) -> tuple[int, list[KeyValue]]:
         """See KvStore."""
         start, end = self._span(prefix)
+        revision, found, _ = await self._read({"key": start, "range_end": end})
+        return revision, found
+
+    async def page(self, prefix: str, after_key: str, bytes_max: int) -> tuple[int, list[KeyValue], bool]:
+        """See KvStore."""
+        start, end = self._span(prefix)
+        behind = (self._prefix + after_key).encode() + b"\0" if after_key else b""
+        request = {"key": max(start, behind), "range_end": end, "limit": LISTING_KEYS_MAX}
+        revision, found, more = await self._read(request)
+        size = 0
+        for at, each in enumerate(found):
+            size += weight(each.key, each.value)
+            if at and size > bytes_max:
+                return revision, found[:at], True
+        return revision, found, more
+
+    async def _read(self, request: dict[str, object]) -> tuple[int, list[KeyValue], bool]:
         before = self._gateway.revision
-        got = await self._gateway.call(_RANGE, {"key": start, "range_end": end}, _Ranged, repeatable=True)
+        got = await self._gateway.call(_RANGE, request, _Ranged, repeatable=True)
         if (
             got.header.revision < before
         ):  # this read was sent after that revision was seen: etcd has lost its data since
             self._gateway.revision = got.header.revision
             self._watch.begin_anew(got.header.revision)
-        return got.header.revision, [
+        found = [
             KeyValue(self._ours(each.key), each.value, each.create_revision, each.mod_revision, each.lease)
             for each in got.kvs
         ]
+        return got.header.revision, found, got.more
 
     async def changes(self, prefix: str, after_revision: int) -> tuple[int, list[Event]]:
         """See KvStore."""

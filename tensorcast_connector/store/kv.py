@@ -13,7 +13,9 @@ from tensorcast_connector.errors import Exhausted
 
 TXN_OPERATIONS_MAX = 128  # compares included
 TXN_BYTES_MAX = 1 << 20  # of all values together
+KEY_OVERHEAD_BYTES = 32
 RESTORING_KEY = "restoring"  # there while a restore is under way that is not one transaction
+ALIVE = "alive/"  # + lease of a store process that serves the database
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,14 @@ class KvStore(Protocol):
     async def range(self, prefix: str) -> tuple[int, list[KeyValue]]:
         """All keys that start with `prefix`, in the order of their bytes, and the revision they were read at."""
 
+    async def page(self, prefix: str, after_key: str, bytes_max: int) -> tuple[int, list[KeyValue], bool]:
+        """The next keys under `prefix` behind `after_key` in the order of their bytes ("" = from the first).
+
+        One, if there is any, and as many more as weigh `bytes_max` together (`weight`) or fewer; the revision they were
+        read at; and whether there are more behind them. Pages are read at different revisions: whoever reads all of them
+        has the present state once the changes since the first page are applied.
+        """
+
     async def changes(self, prefix: str, after_revision: int) -> tuple[int, list[Event]]:
         """All changes of keys under `prefix` after `after_revision`, oldest first, and the revision they are complete to.
 
@@ -133,6 +143,11 @@ def check_txn(compares: Sequence[Compare], operations: Sequence[Put | Delete]) -
     keys = [each.key for each in operations]
     if len(set(keys)) < len(keys) or not all(keys):
         raise ValueError("a transaction changes a key once, and no key is empty")
+
+
+def weight(key: str, value: bytes) -> int:
+    """About how many bytes a key takes in a message."""
+    return len(key.encode()) + len(value) + KEY_OVERHEAD_BYTES
 
 
 def prefix_end(prefix: str) -> str | None:

@@ -11,7 +11,7 @@ from tensorcast_connector.store.kv import Compare, Delete, Event, KeyValue, KvSt
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-OPERATIONS = ("revision", "range", "changes", "txn", "lease_grant", "lease_keepalive", "lease_revoke")
+OPERATIONS = ("revision", "range", "page", "changes", "txn", "lease_grant", "lease_keepalive", "lease_revoke")
 
 
 class MeasuredKv:
@@ -59,6 +59,10 @@ class MeasuredKv:
     async def range(self, prefix: str) -> tuple[int, list[KeyValue]]:
         """See KvStore."""
         return await self._measured("range", self._kv.range(prefix))
+
+    async def page(self, prefix: str, after_key: str, bytes_max: int) -> tuple[int, list[KeyValue], bool]:
+        """See KvStore."""
+        return await self._measured("page", self._kv.page(prefix, after_key, bytes_max))
 
     async def changes(self, prefix: str, after_revision: int) -> tuple[int, list[Event]]:
         """See KvStore."""

@@ -9,7 +9,6 @@ from tensorcast_connector.errors import TensorcastError
 from tensorcast_connector.net.metrics_server import Family, Value
 from tensorcast_connector.store.measured_kv import MeasuredKv
 from tensorcast_connector.store.server import Store
-from tensorcast_connector.wire.store_messages import Watch
 
 _COUNTER, _GAUGE, _HISTOGRAM = "counter", "gauge", "histogram"
 _PREFIX = "tensorcast_store_"
@@ -50,16 +49,22 @@ class StoreMetrics:
         """Reads what has changed; the last known numbers stay if the database does not answer."""
         try:
             async with asyncio.timeout(STORE_TIMEOUT_S):
-                changes = await self._store.changes(Watch(self._view.incarnation, self._view.revision, 0))
-            if changes.incarnation < self._view.incarnation:
-                self._view = ClusterView()  # another database was put in place
-                changes = await self._store.changes(Watch(0, 0, 0))
-            self._view.apply(changes)
+                await self._read()
             self._error = ""
         except TimeoutError:
             self._error = f"the database does not answer within {STORE_TIMEOUT_S:g} s"
         except TensorcastError as error:
             self._error = str(error)
+
+    async def _read(self) -> None:
+        while True:
+            changes = await self._store.watch(self._view.ask(0))
+            if changes.incarnation < self._view.incarnation:
+                self._view = ClusterView()  # another database was put in place
+                continue
+            self._view.apply(changes)
+            if not self._view.listing:
+                return
 
     def ill(self) -> str:
         """Without its database a store can do nothing."""

@@ -3,6 +3,7 @@
 All state is in the KV store (keys: core/cluster.py), so any number of these processes can serve one cluster over etcd.
 """
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from tensorcast_connector.config import NAME_CHARS_MAX, SHARDS, SHARDS_MAX, WATCH_WAIT_S, parse_address
+from tensorcast_connector.config import MEMBER_TTL_S, NAME_CHARS_MAX, SHARDS, SHARDS_MAX, WATCH_WAIT_S, parse_address
 from tensorcast_connector.core import cluster
-from tensorcast_connector.core.cluster import CLUSTER, INCARNATION, SHARD_COUNT
+from tensorcast_connector.core.cluster import CLUSTER, INCARNATION, RESTORED, SHARD_COUNT
 from tensorcast_connector.core.placement import valid_shard_count
 from tensorcast_connector.errors import (
     Compacted,
@@ -25,7 +26,8 @@ from tensorcast_connector.errors import (
 )
 from tensorcast_connector.net.rpc import serve_stream
 from tensorcast_connector.net.transport import Listener, Network, Stream
-from tensorcast_connector.store.kv import RESTORING_KEY, Compare, Delete, Event, KeyValue, KvStore, Put
+from tensorcast_connector.store.answers import everything, incarnation_of, news, next_page
+from tensorcast_connector.store.kv import RESTORING_KEY, Compare, Delete, KvStore, Put
 from tensorcast_connector.types import Address
 from tensorcast_connector.wire.codec import StoreRequest
 from tensorcast_connector.wire.messages import GetStatistics, Hello, Message, Ok, Statistics
@@ -33,11 +35,8 @@ from tensorcast_connector.wire.store_messages import (
     Alive,
     Changes,
     ClaimShards,
-    Entry,
     KeepAlive,
     LeaseGranted,
-    ListMembers,
-    Members,
     PutReplica,
     RegisterInstance,
     RegisterWorker,
@@ -72,7 +71,8 @@ async def prepare(kv: KvStore, shards: int = 0) -> int:
     wanted = shards or SHARDS
     if not valid_shard_count(wanted):
         raise ConfigError(f"shards={shards}: a power of two from 1 to {SHARDS_MAX} is needed")
-    await kv.txn([Compare(SHARD_COUNT, 0)], [Put(SHARD_COUNT, b"%d" % wanted)])
+    if not (await kv.range(SHARD_COUNT))[1]:  # a store that only starts again writes nothing: its disk may be full
+        await kv.txn([Compare(SHARD_COUNT, 0)], [Put(SHARD_COUNT, b"%d" % wanted)])
     count = await _shard_count(kv)
     if shards and count != shards:
         raise ConfigError(f"shards={shards}: this cluster has {count} since it was made, and keeps them")
@@ -188,6 +188,11 @@ class Store:
         shards = await self._known(message.shards)
         if message.lease_id <= 0:
             raise NotFound(f"lease {message.lease_id} does not exist")
+        if (await self._kv.range(RESTORED))[1]:
+            raise Unavailable(
+                f"the database was restored a moment ago: shards are granted after {MEMBER_TTL_S} s, when nobody believes "
+                "any more in what the former life has granted"
+            )
         record = msgspec.json.encode(ShardRecord(message.worker_id, message.lease_id))
         for at in range(0, len(shards), CLAIMS_PER_TXN):
             part = shards[at : at + CLAIMS_PER_TXN]
@@ -226,23 +231,30 @@ class Store:
     async def changes(self, message: Watch) -> Changes:
         """What has changed by now; empty if nothing has."""
         if message.incarnation == await self._current_life():
-            try:
-                revision, events = await self._kv.changes(CLUSTER, message.after_revision)
-            except Compacted:
-                pass  # everything is sent
-            else:
-                if not any(event.key == INCARNATION for event in events):
-                    return Changes(message.incarnation, revision, False, *_latest(events))
-        revision, found = await self._kv.range(CLUSTER)
-        if message.incarnation == _incarnation(found) and message.after_revision > revision:
+            found = await (next_page(self._kv, message) if message.after_key else self._news(message))
+            if found is not None and found.revision >= message.after_revision:
+                return found
+        found = await everything(self._kv, message)
+        if message.incarnation == found.incarnation and message.after_revision > found.revision:
             # An older copy of the database was put in its place: what is granted now must outrank what was granted since.
             logger.warning(
-                "the database has gone back from revision %d to %d; a new life begins", message.after_revision, revision
+                "the database has gone back from revision %d to %d; a new life begins",
+                message.after_revision,
+                found.revision,
             )
             await self._begin_life(message.incarnation)
-            revision, found = await self._kv.range(CLUSTER)
-        entries = [Entry(each.key, each.value, each.mod_revision) for each in found]
-        return Changes(_incarnation(found), revision, True, entries, [])
+            found = await everything(self._kv, message)
+        return found
+
+    async def _news(self, message: Watch) -> Changes | None:
+        """None: everything is to be told."""
+        try:
+            revision, events = await self._kv.changes(CLUSTER, message.after_revision)
+        except Compacted:
+            return None
+        if any(event.key == INCARNATION for event in events):
+            return None
+        return news(message.incarnation, revision, events)
 
     async def _current_life(self) -> int:
         """The incarnation of the database, which has been emptied if it has none any more."""
@@ -254,20 +266,20 @@ class Store:
             logger.warning("the database has been emptied; a new life begins")
             await self._begin_life(self._life)
             _, found = await self._kv.range(INCARNATION)
-        self._life = max(self._life, _incarnation(found))
-        return _incarnation(found)
+        self._life = max(self._life, incarnation_of(found))
+        return incarnation_of(found)
 
     async def _begin_life(self, former: int) -> None:
         """A life above `former`, unless another process has begun one; nothing that hung on the former's leases counts."""
         _, found = await self._kv.range(INCARNATION)
-        if not found or _incarnation(found) <= former:
+        if not found or incarnation_of(found) <= former:
             compare = Compare(INCARNATION, found[0].mod_revision if found else 0)
             await self._kv.txn([compare], [Put(INCARNATION, b"%d" % (former + 1))])
         await self._kv.txn([Compare(SHARD_COUNT, 0)], [Put(SHARD_COUNT, b"%d" % self._shards)])
 
-    async def _watch(self, message: Watch) -> Message:
+    async def watch(self, message: Watch) -> Changes:
         """Answers as soon as something has changed, else after `wait_ms` with nothing; never later than WATCH_WAIT_S."""
-        wait_s = min(message.wait_ms / 1000, WATCH_WAIT_S)
+        wait_s = 0.0 if message.after_key else min(message.wait_ms / 1000, WATCH_WAIT_S)
         changes = await self.changes(message)
         if wait_s > 0 and not (changes.complete or changes.entries or changes.deleted):
             self.watchers += 1
@@ -277,10 +289,6 @@ class Store:
                 self.watchers -= 1
             changes = await self.changes(message)
         return changes
-
-    async def _members(self, _request: ListMembers) -> Message:
-        revision, found = await self._kv.range(CLUSTER)
-        return Members(revision, _decoded(found, cluster.WORKERS), _decoded(found, cluster.INSTANCES))
 
     async def _statistics(self, _: GetStatistics) -> Message:
         return Statistics({"requests": self.outcomes.total(), "revision": await self._kv.revision()})
@@ -295,13 +303,9 @@ class Store:
         RevokeLease: _revoke,
         ClaimShards: _claim,
         ReleaseShards: _release,
-        Watch: _watch,
-        ListMembers: _members,
+        Watch: watch,
         GetStatistics: _statistics,
     }
-
-
-_DECODERS = {cluster.WORKERS: cluster.decode_worker, cluster.INSTANCES: cluster.decode_instance}
 
 
 async def _shard_count(kv: KvStore) -> int:
@@ -313,30 +317,11 @@ async def _shard_count(kv: KvStore) -> int:
     return int(found[0].value)
 
 
-def _incarnation(found: Sequence[KeyValue]) -> int:
-    for each in found:
-        if each.key == INCARNATION:
-            return int(each.value)
-    raise Unavailable(f"the store's database has lost its key {INCARNATION!r}; restart the store")
-
-
-def _decoded(found: Sequence[KeyValue], prefix: str) -> list[Any]:
-    decode = _DECODERS[prefix]
-    return [decode(each.value) for each in found if each.key.startswith(prefix)]
-
-
-def _latest(events: Sequence[Event]) -> tuple[list[Entry], list[str]]:
-    """Only the last state of each key counts."""
-    last = {event.key: event for event in events}
-    entries = [Entry(each.key, each.value, each.mod_revision) for each in last.values() if each.value is not None]
-    return entries, [each.key for each in last.values() if each.value is None]
-
-
-async def listen(network: Network, address: Address, store: Store) -> Listener:
-    """Serves `store` at `address` until the listener is closed."""
+async def listen(network: Network, address: Address, store: Store | asyncio.Future[Store]) -> Listener:
+    """Serves `store` at `address` until the listener is closed; callers wait for one that is still to be opened."""
 
     async def on_stream(stream: Stream) -> None:
-        await serve_stream(stream, store)
+        await serve_stream(stream, store if isinstance(store, Store) else await asyncio.shield(store))
 
     return await network.listen(address, on_stream)
 
@@ -345,7 +330,7 @@ async def open_store(kv: KvStore, server_id: str, shards: int = 0) -> Store:
     """A store on `kv`. See `prepare` for `shards`."""
     count = await prepare(kv, shards)
     _, found = await kv.range(INCARNATION)
-    return Store(kv, server_id, _incarnation(found), count)
+    return Store(kv, server_id, incarnation_of(found), count)
 
 
 async def serve_store(network: Network, address: Address, kv: KvStore, server_id: str, shards: int = 0) -> Listener:

@@ -1,11 +1,16 @@
-"""The file of a SQLite store: opened for this process alone, private to the user, brought to the present schema."""
+"""The file of a SQLite store: opened for this process alone, private to the user, brought to the present schema.
+
+And what an error of it means, and how its keys are read.
+"""
 
 import os
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 from tensorcast_connector.errors import ConfigError
 from tensorcast_connector.net.private import private_directory
+from tensorcast_connector.store.kv import prefix_end
 
 SCHEMA_VERSION = 2
 _SCHEMA_1 = """
@@ -33,6 +38,21 @@ COMMIT;
 """
 
 
+_UNWRITABLE = (
+    sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_READONLY,
+)  # fmt: skip
+
+
+def cannot_write(error: object) -> bool:
+    """No room on the disk, a quota, a limit of the process, a disk gone read-only: reading is another matter."""
+    return getattr(error, "sqlite_errorcode", 0) in _UNWRITABLE
+
+
+def said(path: Path, error: object) -> str:
+    """What an error of SQLite is to people."""
+    return f"store database {path} cannot be written ({error})" if cannot_write(error) else f"store database: {error}"
+
+
 def open_database(path: Path) -> sqlite3.Connection:
     """A connection in autocommit mode that may be used from any one thread at a time.
 
@@ -58,7 +78,8 @@ def open_database(path: Path) -> sqlite3.Connection:
             raise ConfigError(
                 f"store database {path}: another store uses it; stop that one, or give this one its own folder"
             ) from error
-        raise ConfigError(f"store database {path}: {error}; move it away to start with an empty one") from error
+        remedy = "" if cannot_write(error) else "; move it away to start with an empty one"
+        raise ConfigError(f"store database {path}: {error}{remedy}") from error
     return db
 
 
@@ -75,3 +96,12 @@ def _bring_to_schema(db: sqlite3.Connection) -> None:
         raise ConfigError(f"it has schema {schema}, and this version reads 1 to {SCHEMA_VERSION}")
     # An exclusive lock is taken by the first write, and from then on nobody else can even read.
     db.executescript("BEGIN EXCLUSIVE; COMMIT;")
+
+
+SELECT_KEYS = "SELECT key, value, create_revision, mod_revision, lease_id FROM kv"
+
+
+def under(prefix: str) -> tuple[str, dict[str, Any]]:
+    """The condition on `key`, written so that the index answers it, and its values."""
+    end = prefix_end(prefix)
+    return "key >= :prefix" + (" AND key < :end" if end else ""), {"prefix": prefix, "end": end}

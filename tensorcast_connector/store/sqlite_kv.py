@@ -5,16 +5,18 @@ full time again after a restart. All statements run on one thread of their own, 
 """
 
 import asyncio
+import logging
 import math
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
-from tensorcast_connector.config import HISTORY_BYTES_MAX, HISTORY_REVISIONS_MAX
+from tensorcast_connector.config import EXPIRY_RETRY_S, HISTORY_BYTES_MAX, HISTORY_REVISIONS_MAX
 from tensorcast_connector.core.cluster import INCARNATION
-from tensorcast_connector.errors import Compacted, ConfigError, NotFound, Unavailable
+from tensorcast_connector.errors import Compacted, ConfigError, Exhausted, NotFound, Unavailable
 from tensorcast_connector.store.kv import (
     Compare,
     Delete,
@@ -23,10 +25,11 @@ from tensorcast_connector.store.kv import (
     Put,
     TxnResult,
     check_txn,
-    prefix_end,
+    weight,
 )
-from tensorcast_connector.store.sqlite_file import open_database
+from tensorcast_connector.store.sqlite_file import SELECT_KEYS, cannot_write, open_database, said, under
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 LEASES_PER_INCARNATION_BITS = 20
 # One more than every id that was given out, and than the least that is told.
@@ -34,12 +37,6 @@ _INSERT_LEASE = """
 INSERT INTO lease (id, ttl_s)
 SELECT max(:least, coalesce(max(seq), 0)) + 1, :ttl_s FROM sqlite_sequence WHERE name = 'lease'
 """
-
-
-def _under(prefix: str) -> tuple[str, dict[str, Any]]:
-    """The condition on `key`, written so that the index answers it, and its values."""
-    end = prefix_end(prefix)
-    return "key >= :prefix" + (" AND key < :end" if end else ""), {"prefix": prefix, "end": end}
 
 
 class SqliteKv:
@@ -57,6 +54,7 @@ class SqliteKv:
 
     def __init__(self, path: Path, now: Callable[[], float], executor: Literal["thread"] | None = "thread") -> None:
         self._now = now
+        self._path = path
         self._db = open_database(path)
         try:
             self._load()
@@ -73,6 +71,8 @@ class SqliteKv:
         self._ttl_s: dict[int, int] = dict(self._db.execute("SELECT id, ttl_s FROM lease"))
         self._deadline = {lease_id: now() + ttl_s for lease_id, ttl_s in self._ttl_s.items()}
         self._next_deadline = min(self._deadline.values(), default=math.inf)  # none is earlier
+        self._tidy_at = -math.inf  # not before, unless something is to be written: the disk was full
+        self._unwritable = False
         self._last_revision = self._meta("revision")
         self._compacted = self._meta("compacted")
         self._history_bytes = self._one("SELECT coalesce(sum(length(value)), 0) FROM history")
@@ -89,28 +89,51 @@ class SqliteKv:
     def _set_meta(self, name: Literal["revision", "compacted"], value: int) -> None:
         self._db.execute("UPDATE meta SET value = ? WHERE name = ?", (value, name))
 
-    def _atomically(self, work: Callable[[], T]) -> T:
-        self._db.execute("BEGIN IMMEDIATE")
+    def _atomically(self, work: Callable[[], T], begin: str = "BEGIN IMMEDIATE") -> T:
+        before, history_bytes = self._db.total_changes, self._history_bytes
         try:
+            self._db.execute(begin)
             result = work()
             self._db.execute("COMMIT")
-        except BaseException:
+        except BaseException as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
+            self._history_bytes = history_bytes
+            if cannot_write(error) and not self._unwritable:
+                self._unwritable = True
+                logger.warning("%s: what is known is still told, nothing new is written", said(self._path, error))
             raise
+        if self._unwritable and self._db.total_changes > before:
+            self._unwritable = False
+            logger.info("store database %s is written again", self._path)
         return result
 
-    async def _run(self, work: Callable[[], T], then: Callable[[T], None] = lambda _: None) -> T:
-        """`work` as one transaction, after what has expired was removed by another; `then` once it is durable."""
+    async def _run(self, work: Callable[[], T], then: Callable[[T], None] = lambda _: None, reads: bool = False) -> T:
+        """`work` as one transaction, after what has expired was removed by another; `then` once it is durable.
+
+        Who only `reads` is answered also while the disk is full: what has expired is there until it can be removed.
+        """
 
         def on_thread() -> T:
-            self._end_expired()
-            self._trim_history()
-            result = self._atomically(work)
+            self._tidy(reads)
+            result = self._atomically(work, "BEGIN" if reads else "BEGIN IMMEDIATE")
             then(result)
             return result
 
         return await self._on_thread(on_thread)
+
+    def _tidy(self, reads: bool) -> None:
+        if reads and self._now() < self._tidy_at:
+            return
+        try:
+            self._end_expired()
+            self._trim_history()
+        except sqlite3.Error:
+            if not reads:
+                raise
+            self._tidy_at = self._now() + EXPIRY_RETRY_S
+        else:
+            self._tidy_at = -math.inf
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         """On the database thread, which therefore is the only one that changes the tables in memory."""
@@ -124,7 +147,8 @@ class SqliteKv:
                 self._thread, self._and_notify, work, lambda: loop.call_soon_threadsafe(self._wake)
             )
         except sqlite3.Error as error:
-            raise Unavailable(f"store database: {error}") from error
+            kind = Exhausted if cannot_write(error) else Unavailable
+            raise kind(said(self._path, error)) from error
 
     def _and_notify(self, work: Callable[[], T], notify: Callable[[], object]) -> T:
         """Waiters are woken by the thread itself: whoever asked for a change may have been cancelled meanwhile."""
@@ -187,19 +211,38 @@ class SqliteKv:
 
     async def revision(self) -> int:
         """See KvStore."""
-        return await self._run(lambda: self._meta("revision"))
+        return await self._run(lambda: self._meta("revision"), reads=True)
 
     async def range(self, prefix: str) -> tuple[int, list[KeyValue]]:
         """See KvStore."""
-        where, values = _under(prefix)
-        sql = f"SELECT key, value, create_revision, mod_revision, lease_id FROM kv WHERE {where} ORDER BY key"
+        where, values = under(prefix)
+        sql = f"{SELECT_KEYS} WHERE {where} ORDER BY key"
         return await self._run(
-            lambda: (self._meta("revision"), [KeyValue(*row) for row in self._db.execute(sql, values)])
+            lambda: (self._meta("revision"), [KeyValue(*row) for row in self._db.execute(sql, values)]), reads=True
         )
+
+    async def page(self, prefix: str, after_key: str, bytes_max: int) -> tuple[int, list[KeyValue], bool]:
+        """See KvStore."""
+        where, values = under(prefix)
+        sql = f"{SELECT_KEYS} WHERE {where} AND key > :after ORDER BY key"
+
+        def work() -> tuple[int, list[KeyValue], bool]:
+            revision, size = self._meta("revision"), 0
+            found: list[KeyValue] = []
+            with closing(self._db.execute(sql, {**values, "after": after_key})) as rows:
+                for row in rows:
+                    each = KeyValue(*row)
+                    size += weight(each.key, each.value)
+                    if found and size > bytes_max:
+                        return revision, found, True
+                    found.append(each)
+            return revision, found, False
+
+        return await self._run(work, reads=True)
 
     async def changes(self, prefix: str, after_revision: int) -> tuple[int, list[Event]]:
         """See KvStore."""
-        where, values = _under(prefix)
+        where, values = under(prefix)
         sql = (
             f"SELECT key, value, revision, lease_id FROM history WHERE revision > :after AND {where} ORDER BY revision"
         )
@@ -210,7 +253,7 @@ class SqliteKv:
                 raise Compacted(f"the history has revisions {self._compacted} to {revision}, not {after_revision}")
             return revision, [Event(*row) for row in self._db.execute(sql, {**values, "after": after_revision})]
 
-        return await self._run(work)
+        return await self._run(work, reads=True)
 
     async def wait(self, after_revision: int, timeout_s: float) -> None:
         """See KvStore."""
@@ -220,7 +263,7 @@ class SqliteKv:
             left = end - loop.time()
             if left <= 0:
                 return
-            expiry = self._next_deadline - self._now()
+            expiry = max(self._next_deadline, self._tidy_at) - self._now()
             if expiry <= 0:
                 await self.revision()  # which ends the leases that have run out
                 continue
@@ -256,7 +299,7 @@ class SqliteKv:
                 return False
             self._db.execute("INSERT INTO history VALUES (?, ?, NULL, 0)", (revision, operation.key))
             return True
-        if operation.lease_id and operation.lease_id not in self._deadline:
+        if operation.lease_id and not self._lives(operation.lease_id):
             raise NotFound(f"lease {operation.lease_id} does not exist")
         row = (operation.key, operation.value, revision, operation.lease_id)
         self._db.execute(
@@ -271,19 +314,23 @@ class SqliteKv:
     async def lease_grant(self, ttl_s: int) -> int:
         """See KvStore."""
 
-        def work() -> int:
-            incarnation = self._db.execute("SELECT CAST(value AS INTEGER) FROM kv WHERE key = ?", (INCARNATION,))
-            # Never an id of an earlier life of the database either: somebody may still try to renew that one.
-            least = (incarnation.fetchone() or (0,))[0] << LEASES_PER_INCARNATION_BITS
-            lease_id = self._db.execute(_INSERT_LEASE, {"least": least, "ttl_s": ttl_s}).lastrowid
-            assert lease_id is not None
-            return lease_id
-
         def then(lease_id: int) -> None:
             self._ttl_s[lease_id] = ttl_s
             self._set_deadline(lease_id)
 
-        return await self._run(work, then)
+        return await self._run(lambda: self._new_lease(ttl_s), then)
+
+    def _new_lease(self, ttl_s: int) -> int:
+        incarnation = self._db.execute("SELECT CAST(value AS INTEGER) FROM kv WHERE key = ?", (INCARNATION,))
+        # Never an id of an earlier life of the database either: somebody may still try to renew that one.
+        least = (incarnation.fetchone() or (0,))[0] << LEASES_PER_INCARNATION_BITS
+        lease_id = self._db.execute(_INSERT_LEASE, {"least": least, "ttl_s": ttl_s}).lastrowid
+        assert lease_id is not None
+        return lease_id
+
+    def _lives(self, lease_id: int) -> bool:
+        """Not if it is over and could not be removed yet."""
+        return self._deadline.get(lease_id, -math.inf) > self._now()
 
     def _set_deadline(self, lease_id: int) -> None:
         self._deadline[lease_id] = self._now() + self._ttl_s[lease_id]
@@ -293,11 +340,11 @@ class SqliteKv:
         """See KvStore."""
 
         def work() -> None:
-            if lease_id not in self._deadline:
+            if not self._lives(lease_id):
                 raise NotFound(f"lease {lease_id} has expired")
             self._set_deadline(lease_id)
 
-        await self._run(work)
+        await self._run(work, reads=True)  # deadlines are not in the file
 
     async def lease_revoke(self, lease_id: int) -> None:
         """See KvStore."""
@@ -307,27 +354,35 @@ class SqliteKv:
 
         await self._on_thread(on_thread)
 
-    async def replace_all(self, entries: Sequence[tuple[str, bytes]], least_revision: int) -> None:
+    async def replace_all(
+        self, entries: Sequence[tuple[str, bytes]], least_revision: int, for_a_while: tuple[str, int]
+    ) -> None:
         """Everything is these keys from now on, in one transaction with a revision above all before and `least_revision`.
 
-        No lease and no past is left.
-        """
+        No lease and no past is left, and one new lease.
 
-        def work() -> int:
+        Args:
+            for_a_while: a key without a value, and the seconds of the lease it hangs on.
+        """
+        key, ttl_s = for_a_while
+
+        def work() -> tuple[int, int]:
             revision = max(self._meta("revision"), least_revision) + 1
             for table in ("kv", "lease", "history"):
                 self._db.execute(f"DELETE FROM {table}")
-            for key, value in entries:
-                self._db.execute("INSERT INTO kv VALUES (?1, ?2, ?3, ?3, 0)", (key, value, revision))
+            for each in entries:
+                self._db.execute("INSERT INTO kv VALUES (?1, ?2, ?3, ?3, 0)", (*each, revision))
+            lease_id = self._new_lease(ttl_s)
+            self._db.execute("INSERT INTO kv VALUES (?1, x'', ?3, ?3, ?2)", (key, lease_id, revision))
             self._set_meta("revision", revision)
             self._set_meta("compacted", revision)
-            return revision
+            return revision, lease_id
 
-        def then(revision: int) -> None:
-            self._ttl_s.clear()
-            self._deadline.clear()
-            self._next_deadline = math.inf
-            self._compacted, self._history_bytes = revision, 0
+        def then(done: tuple[int, int]) -> None:
+            self._compacted, lease_id = done
+            self._history_bytes = 0
+            self._ttl_s, self._deadline, self._next_deadline = {lease_id: ttl_s}, {}, math.inf
+            self._set_deadline(lease_id)
 
         await self._run(work, then)
 

@@ -2,7 +2,7 @@
 
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import TypeVar
 
 import msgspec
@@ -12,7 +12,6 @@ from tensorcast_connector.wire.messages import (
     Abort,
     Acquire,
     Acquired,
-    Announce,
     ArenaInfo,
     AskInventory,
     AttachInstance,
@@ -21,13 +20,12 @@ from tensorcast_connector.wire.messages import (
     Fenced,
     Fetch,
     Fetched,
+    FindKeys,
     FindPages,
     GetSignals,
     GetStatistics,
     GetStory,
     Hello,
-    Locate,
-    Located,
     Lookup,
     LookupResult,
     MapArena,
@@ -36,6 +34,7 @@ from tensorcast_connector.wire.messages import (
     Ping,
     Release,
     Reported,
+    ReportKeys,
     ReportPages,
     Reserve,
     Reserved,
@@ -50,8 +49,6 @@ from tensorcast_connector.wire.store_messages import (
     ClaimShards,
     KeepAlive,
     LeaseGranted,
-    ListMembers,
-    Members,
     PutReplica,
     RegisterInstance,
     RegisterWorker,
@@ -80,8 +77,8 @@ EngineRequest = (
     | Abort
 )
 PeerRequest = (
-    Hello | Ping | GetStatistics | FindPages | ReportPages | AskInventory | Fetch | GetSignals | GetStory
-    | Locate | Announce
+    Hello | Ping | GetStatistics | FindKeys | ReportKeys | AskInventory | Fetch | GetSignals | GetStory
+    | FindPages | ReportPages
 )  # fmt: skip
 StoreRequest = (
     Hello
@@ -92,7 +89,6 @@ StoreRequest = (
     | RemoveInstance
     | KeepAlive
     | RevokeLease
-    | ListMembers
     | ClaimShards
     | ReleaseShards
     | PutReplica
@@ -101,7 +97,7 @@ StoreRequest = (
 )
 Reply = (
     Welcome | Ok | Statistics | ArenaInfo | LookupResult | Acquired | Reserved | PagesFound | Reported | Fenced | Fetched
-    | LeaseGranted | Alive | Members | Changes | Signals | Story | Located
+    | LeaseGranted | Alive | Changes | Signals | Story
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -129,18 +125,6 @@ def pack_indexes(indexes: Iterable[int]) -> bytes:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
-
-
-def pack_numbered(values: Sequence[int], numbers: Mapping[int, int]) -> bytes:
-    """`pack_indexes` of the number of each value; `numbers` counts from 0."""
-    if max(numbers) > 255:
-        return pack_indexes(map(numbers.__getitem__, values))
-    table = bytearray(256)
-    for value, number in numbers.items():
-        table[value] = number
-    packed = bytearray(4 * len(values))
-    packed[::4] = bytes(values).translate(table)  # the lowest byte of each, for all of them at once
-    return bytes(packed)
 
 
 def unpack_indexes(data: bytes) -> "array[int]":

@@ -7,13 +7,16 @@ know and a newer one fills what is missing. A change that this cannot express ra
 hello negotiates.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 2  # 2: shard homes, watch, signals
-PROTOCOL_VERSION_MIN = 1
-SHARD_HOMES_VERSION = 2  # the first with shard homes
+from tensorcast_connector.wire.keys import Keys
+
+PROTOCOL_VERSION = 3  # 2: shard homes, watch, signals; 3: packed keys
+PROTOCOL_VERSION_MIN = 2
+PACKED_KEYS_VERSION = 3  # the first with FindKeys and ReportKeys
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -165,22 +168,32 @@ ShardAt = tuple[int, int, int, str]
 """The same and the id of its home, as far as the sender knows."""
 
 
-class FindPages(Message):
+class FindKeys(Message):
     """Asks a home which workers hold pages. Reads are never refused, only redirected."""
 
     shards: list[int]  # every shard that `keys` fall into
-    keys: list[bytes]
+    key_bytes: int  # keys of other lengths are asked for by other messages
+    keys: bytes
+
+    @property
+    def listed(self) -> Keys:
+        """The keys.
+
+        Raises:
+            ProtocolError: they are not whole.
+        """
+        return Keys(self.keys, self.key_bytes)
 
 
 class PagesFound(Message):
-    """Answer to FindPages. `which` is one little-endian uint32 per key, an index into `holders`; 0 is always nobody."""
+    """Answer to FindKeys. `which` is one little-endian uint32 per key, an index into `holders`; 0 is always nobody."""
 
     holders: list[list[str]]  # ids of workers
     which: bytes
     moved: list[ShardAt]  # shards of `shards` that this worker is not the home of; what it says of them is a guess
 
 
-class ReportPages(Message):
+class ReportKeys(Message):
     """What the sender holds in shards of one home: a batch of registrations and removals, fenced by the shards' tokens.
 
     Reports of one worker to one home are numbered; one that is not newer than the last is ignored.
@@ -190,19 +203,34 @@ class ReportPages(Message):
     number: int
     shards: list[ShardGrant]  # every shard that the sender has told this home about, under which token
     reset: list[int]  # shards of which all that was reported before is void: their inventory begins with `added`
-    added: list[bytes]
-    removed: list[bytes]
+    key_bytes: int  # keys of other lengths are in other reports
+    added: bytes
+    removed: bytes
+
+    @property
+    def listed_added(self) -> Keys:
+        """The keys of `added`.
+
+        Raises:
+            ProtocolError: they are not whole.
+        """
+        return Keys(self.added, self.key_bytes)
+
+    @property
+    def listed_removed(self) -> Keys:
+        """The same of `removed`."""
+        return Keys(self.removed, self.key_bytes)
 
 
 class Reported(Message):
-    """Answer to ReportPages. What concerns the shards named here was not applied; the rest was."""
+    """Answer to ReportKeys. What concerns the shards named here was not applied; the rest was."""
 
     moved: list[ShardAt]  # not held by this home under that token, and who holds them
     unknown: list[int]  # nothing is known of the sender here: send the whole inventory
 
 
 class AskInventory(Message):
-    """A new home asks for the inventory of shards; the answer comes as ReportPages. Fenced like everything of a home."""
+    """A new home asks for the inventory of shards; the answer comes as ReportKeys. Fenced like everything of a home."""
 
     home: str
     shards: list[ShardGrant]
@@ -257,25 +285,53 @@ class Fetched(Message):
     pages: list[tuple[int, int]]
 
 
-# --- protocol version 1, still answered --------------------------------------------------------------------------------
+# --- protocol version 2, still spoken with who knows no later one ---------------------------------------------------------
 
 
-class Locate(Message):
-    """Version 1: asks the one home for workers that hold pages."""
+class FindPages(Message):
+    """Version 2: FindKeys with a list of keys of any lengths; answered the same."""
 
+    shards: list[int]
     keys: list[bytes]
 
+    @property
+    def listed(self) -> Sequence[bytes]:
+        """The keys."""
+        return self.keys
 
-class Located(Message):
-    """Version 1: per key the ids of workers that hold it."""
 
-    workers: list[list[str]]
-
-
-class Announce(Message):
-    """Version 1: what the sender holds; answered, and otherwise ignored."""
+class ReportPages(Message):
+    """Version 2: ReportKeys with lists of keys of any lengths; answered the same."""
 
     worker_id: str
-    reset: bool
+    number: int
+    shards: list[ShardGrant]
+    reset: list[int]
     added: list[bytes]
     removed: list[bytes]
+
+    @property
+    def listed_added(self) -> Sequence[bytes]:
+        """The keys of `added`."""
+        return self.added
+
+    @property
+    def listed_removed(self) -> Sequence[bytes]:
+        """The same of `removed`."""
+        return self.removed
+
+
+Find = FindKeys | FindPages
+Report = ReportKeys | ReportPages
+
+
+def in_version(version: int, message: Message) -> Message:
+    """`message` as it is said to somebody who speaks that version of the protocol."""
+    if version >= PACKED_KEYS_VERSION:
+        return message
+    if isinstance(message, FindKeys):
+        return FindPages(message.shards, list(message.listed))
+    if isinstance(message, ReportKeys):
+        added, removed = list(message.listed_added), list(message.listed_removed)
+        return ReportPages(message.worker_id, message.number, message.shards, message.reset, added, removed)
+    return message

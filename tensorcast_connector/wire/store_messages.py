@@ -124,6 +124,9 @@ class Watch(Message):
     incarnation: int  # of the store that the revision is of; 0: nothing is known, send everything
     after_revision: int
     wait_ms: int
+    # None: the caller knows no pages. "": it takes what is much in pages. Else a listing goes on behind this key, and
+    # `after_revision` is that of its first page.
+    after_key: str | None = None
 
 
 class Entry(Message):
@@ -139,18 +142,8 @@ class Changes(Message):
 
     incarnation: int
     revision: int
-    complete: bool  # everything there is; what is not in it does not exist
+    complete: bool  # everything there is; what is not in it does not exist, unless there is `more`
     entries: list[Entry]
     deleted: list[str]
-
-
-class ListMembers(Message):
-    """All live workers and instances."""
-
-
-class Members(Message):
-    """Answer to ListMembers."""
-
-    revision: int
-    workers: list[WorkerRecord]
-    instances: list[InstanceRecord]
+    after_key: str = ""  # this is the page of a listing behind that key
+    more: bool = False  # it goes on: a listing behind the last entry, changes after `revision`

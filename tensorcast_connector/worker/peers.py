@@ -19,16 +19,16 @@ from tensorcast_connector.config import (
     STORE_TIMEOUT_S,
     parse_address,
 )
-from tensorcast_connector.core.lookup import Ask
+from tensorcast_connector.core.lookup import Ask, Lookup
 from tensorcast_connector.core.member import Listed, StoreCall, refused
 from tensorcast_connector.core.metadata import ANSWERS, Call, Metadata, PeerCall
 from tensorcast_connector.core.placement import choose_source
-from tensorcast_connector.errors import ConfigError, TensorcastError, Unavailable
+from tensorcast_connector.errors import ConfigError, DeadlineExceeded, ProtocolError, TensorcastError, Unavailable
 from tensorcast_connector.net.bulk import BulkClient
 from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.net.transport import Network
 from tensorcast_connector.types import Address, WorkerId
-from tensorcast_connector.wire.messages import SHARD_HOMES_VERSION, Message, Ok, PagesFound
+from tensorcast_connector.wire.messages import Message, Ok, PagesFound, in_version
 from tensorcast_connector.wire.store_messages import RevokeLease, WorkerRecord
 from tensorcast_connector.worker.pages import Pages
 from tensorcast_connector.worker.recorder import Record, unrecorded
@@ -66,7 +66,6 @@ class Peers:
         self._fetches = itertools.count()
         self._without_address: set[WorkerId] = set()  # members whose address is none; the log has been told
         self._record = record
-        self._old_store_told = False
         self.metadata = Metadata(me, pages)
         self.log = StateLog(self.metadata, record)
         self.traffic = Traffic(record)
@@ -126,14 +125,7 @@ class Peers:
         """Something was told to the metadata plane: it may have something to send."""
         self._wake.set()
 
-    async def _store_connected(self, store: RpcClient) -> None:
-        if store.version < SHARD_HOMES_VERSION and not self._old_store_told:
-            logger.warning(
-                "the store speaks protocol version %d, which has no shard homes: pages are shared with the engines of "
-                "this host only until the store is upgraded",
-                store.version,
-            )
-            self._old_store_told = True
+    async def _store_connected(self, _: RpcClient) -> None:
         self.metadata.member.connected(self.now())
         self.wake()
 
@@ -152,7 +144,8 @@ class Peers:
         try:
             if client is None:
                 raise Unavailable("it has left")
-            reply = await client.call(call.message, ANSWERS.get(type(call.message), Ok), call.timeout_s)
+            message = in_version(client.version, call.message)
+            reply = await client.call(message, ANSWERS.get(type(call.message), Ok), call.timeout_s)
         except TensorcastError as error:
             logger.debug("%s failed: %s", type(call.message).__name__, error)
             if isinstance(call, StoreCall):
@@ -248,33 +241,44 @@ class Peers:
         """The ids of the workers that hold each key, as far as its home knows and answers in time."""
         started_at = self.now()
         lookup = self.metadata.lookup(keys)
-        asks = lookup.first()
-        while asks:
-            answers = await asyncio.gather(*map(self._ask, asks))
-            more: list[Ask] = []
-            for ask, answer in zip(asks, answers, strict=True):
-                try:
-                    more += lookup.answered(ask, answer) if answer is not None else []
-                except TensorcastError as error:
-                    logger.warning("%s", error)
-            asks = more
-            for ask in asks:
-                self.traffic.following(ask)
+        await self._ask_all(lookup, lookup.first(), started_at + FIND_TIMEOUT_S)
         self.traffic.find_seconds.observe(self.now() - started_at)
         return lookup.holders
 
-    async def _ask(self, ask: Ask) -> PagesFound | None:
+    async def _ask_all(self, lookup: Lookup, asks: Sequence[Ask], deadline_s: float) -> None:
+        if len(asks) == 1:  # nearly always, and a task costs a turn of the loop
+            await self._ask(lookup, asks[0], deadline_s)
+        elif asks:
+            await asyncio.gather(*(self._ask(lookup, ask, deadline_s) for ask in asks))
+
+    async def _ask(self, lookup: Lookup, ask: Ask, deadline_s: float) -> None:
+        """Asks one home, and whom it redirects to: the time is for both, and no home waits for another's answer."""
         try:
-            if ask.home == self._id:
-                reply = self.metadata.serve(ask.message, self.now())
-                assert isinstance(reply, PagesFound)
-                return reply
-            client = self._clients.get(ask.home)
-            return await client.call(ask.message, PagesFound, FIND_TIMEOUT_S) if client is not None else None
+            reply = await self._answer(ask, deadline_s - self.now())
         except TensorcastError as error:
             logger.debug("locating %d pages at %s failed: %s", len(ask.positions), ask.home, error)
             self.traffic.find_failed(ask, error)
+            return
+        try:
+            more = lookup.answered(ask, reply) if reply is not None else []
+        except ProtocolError as error:
+            logger.warning("%s", error)
+            return
+        for each in more:
+            self.traffic.following(each)
+        await self._ask_all(lookup, more, deadline_s)
+
+    async def _answer(self, ask: Ask, timeout_s: float) -> PagesFound | None:
+        if ask.home == self._id:
+            reply = self.metadata.serve(ask.message, self.now())
+            assert isinstance(reply, PagesFound)
+            return reply
+        client = self._clients.get(ask.home)
+        if client is None:
             return None
+        if timeout_s <= 0:
+            raise DeadlineExceeded("no time is left to ask there as well")
+        return await client.call(in_version(client.version, ask.message), PagesFound, timeout_s)
 
     # --- fetching ---
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tensorcast_connector.config import KEYS_PER_MESSAGE_MAX
+from tensorcast_connector.config import KEY_BYTES_MAX, KEYS_PER_MESSAGE_MAX
 from tensorcast_connector.errors import Exhausted, ProtocolError
 from tensorcast_connector.net.bulk import BULK_ROLE, serve_bulk
 from tensorcast_connector.net.rpc import Connection, accept, serve_stream
@@ -17,22 +17,20 @@ from tensorcast_connector.wire.codec import (
     EngineRequest,
     PeerRequest,
 )
+from tensorcast_connector.wire.keys import Keys
 from tensorcast_connector.wire.messages import (
     Abort,
     Acquire,
     Acquired,
-    Announce,
     ArenaInfo,
     AskInventory,
     AttachInstance,
     Commit,
-    FindPages,
+    Find,
     GetSignals,
     GetStatistics,
     GetStory,
     Hello,
-    Locate,
-    Located,
     Lookup,
     LookupResult,
     MapArena,
@@ -40,7 +38,7 @@ from tensorcast_connector.wire.messages import (
     Ok,
     PagesFound,
     Release,
-    ReportPages,
+    Report,
     Reserve,
     Reserved,
 )
@@ -201,24 +199,19 @@ class _PeerSession:
 
     def handle(self, message: Any) -> Message | Awaitable[Message]:
         peers = self._service.peers
-        if isinstance(message, FindPages):
-            _check_count(message.keys)
+        if isinstance(message, Find):
+            _check_keys(message.listed)
             reply = peers.metadata.serve(message, peers.now())
             if isinstance(reply, PagesFound) and reply.moved:
                 peers.traffic.redirected(self._name, message, reply)
             return reply
-        if isinstance(message, ReportPages):
+        if isinstance(message, Report):
             self._check_sender(message.worker_id)
-            _check_count([*message.added, *message.removed])
+            _check_keys(message.listed_added, message.listed_removed)
         elif isinstance(message, AskInventory):
             self._check_sender(message.home)
         elif isinstance(message, Question):
             return self._service.observer.answer(message)
-        elif isinstance(message, Locate):
-            _check_count(message.keys)
-            return self._locate(message)
-        elif isinstance(message, Announce):
-            return Ok()
         reply = peers.metadata.serve(message, peers.now())
         peers.traffic.told(message)
         peers.wake()
@@ -229,20 +222,19 @@ class _PeerSession:
         if claimed != self._name:
             raise ProtocolError(f"{self._name!r} speaks for {claimed[:64]!r}")
 
-    async def _locate(self, message: Locate) -> Message:
-        with self._busy:
-            return Located([list(each) for each in await self._service.peers.holders(message.keys)])
-
     def close(self) -> None:
         """Nothing is held per connection."""
         self._service.requests.closed(self._busy)
 
 
-def _check_count(keys: Sequence[bytes]) -> None:
-    if len(keys) > KEYS_PER_MESSAGE_MAX:
-        raise Exhausted(f"{len(keys)} keys in one request; the limit is {KEYS_PER_MESSAGE_MAX}")
-    if not all(keys):
-        raise ProtocolError("a page key is not empty")
+def _check_keys(*parts: Sequence[bytes]) -> None:
+    count = sum(map(len, parts))
+    if count > KEYS_PER_MESSAGE_MAX:
+        raise Exhausted(f"{count} keys in one request; the limit is {KEYS_PER_MESSAGE_MAX}")
+    for keys in parts:
+        lengths = {keys.key_bytes} if isinstance(keys, Keys) else set(map(len, keys))
+        if keys and not 1 <= min(lengths) <= max(lengths) <= KEY_BYTES_MAX:
+            raise ProtocolError(f"a page key has 1 to {KEY_BYTES_MAX} bytes")
 
 
 class PeerService:

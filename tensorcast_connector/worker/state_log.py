@@ -1,9 +1,13 @@
-"""The changes of a worker's state, each told once: one line in the log, with its ids as fields, and one event in the stories."""
+"""The changes of a worker's state, each told once: one line in the log, with its ids as fields, and one event in the stories.
+
+Shards come and go a few at a time. Each change is an event in the stories at once; the log gets one line when they have
+settled.
+"""
 
 import logging
 from collections.abc import Mapping
 
-from tensorcast_connector.config import PEER_UNREACHABLE_AFTER_S
+from tensorcast_connector.config import PEER_UNREACHABLE_AFTER_S, SHARDS_SETTLED_AFTER_S, SHARDS_UNSETTLED_MAX_S
 from tensorcast_connector.core.metadata import Metadata
 from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.types import WorkerId
@@ -21,6 +25,8 @@ class StateLog:
         self._record = record
         self._lease = 0
         self._shards: frozenset[int] = frozenset()
+        self._shards_told = self._shards  # in the log
+        self._shards_changed_at = self._shards_unsettled_since = float("inf")  # inf: the log has been told
         self._store_is_there = True
         self._apart_since: dict[WorkerId, float] = {}
         self.unreachable: set[WorkerId] = set()  # workers listed that have not been reached for a while
@@ -39,7 +45,7 @@ class StateLog:
             now: the worker's clock in seconds.
         """
         self._tell_lease()
-        self._tell_shards()
+        self._tell_shards(now)
         self._tell_store(store)
         if now >= self._look_at:
             self._look_at = now + PEER_UNREACHABLE_AFTER_S / _LOOKS_PER_DELAY
@@ -61,21 +67,33 @@ class StateLog:
             fields = {"event": "lease-lost", "worker_id": me, "lease_id": before}
             logger.info("the lease of %s has ended", me, extra=fields)
 
-    def _tell_shards(self) -> None:
+    def _tell_shards(self, now: float) -> None:
         held = self._metadata.leases.held
-        if held.keys() == self._shards:
-            return
-        before, self._shards = self._shards, frozenset(held)
+        if held.keys() != self._shards:
+            before, self._shards = self._shards, frozenset(held)
+            gained, lost = sorted(self._shards - before), sorted(before - self._shards)
+            self.counters["shards_gained"] += len(gained)
+            self.counters["shards_lost"] += len(lost)
+            if gained:
+                self._record("shards gained", self._metadata.worker_id, shards=gained)
+            if lost:
+                self._record("shards lost", self._metadata.worker_id, shards=lost)
+            self._shards_changed_at = now
+            self._shards_unsettled_since = min(self._shards_unsettled_since, now)
+        settled = now - self._shards_changed_at >= SHARDS_SETTLED_AFTER_S
+        if settled or now - self._shards_unsettled_since >= SHARDS_UNSETTLED_MAX_S:
+            self._shards_changed_at = self._shards_unsettled_since = float("inf")
+            self._log_shards()
+
+    def _log_shards(self) -> None:
+        before, self._shards_told = self._shards_told, self._shards
         gained, lost = sorted(self._shards - before), sorted(before - self._shards)
-        me, count = self._metadata.worker_id, self._metadata.view.shard_count
-        fields = {"event": "shards", "worker_id": me, "gained": gained, "lost": lost, "held": len(held)}
-        logger.info("home of %d shards of %d", len(held), count, extra=fields)
-        self.counters["shards_gained"] += len(gained)
-        self.counters["shards_lost"] += len(lost)
-        if gained:
-            self._record("shards gained", me, shards=gained)
-        if lost:
-            self._record("shards lost", me, shards=lost)
+        if not gained and not lost:
+            return
+        me, held, count = self._metadata.worker_id, len(self._shards), self._metadata.view.shard_count
+        fields = {"event": "shards", "worker_id": me, "gained": gained, "lost": lost, "held": held}
+        changes = ", ".join(f"{len(each)} {word}" for each, word in ((gained, "gained"), (lost, "lost")) if each)
+        logger.info("home of %d shards of %d (%s)", held, count, changes, extra=fields)
 
     def _tell_store(self, store: str) -> None:
         error = self._metadata.member.store_error

@@ -1,6 +1,6 @@
 """Short values for the tests of the metadata plane: keys of a shard, records, and what the store tells."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -12,6 +12,8 @@ from tensorcast_connector.core.cluster import (
     worker_key,
 )
 from tensorcast_connector.types import Token, WorkerId
+from tensorcast_connector.wire.keys import pack
+from tensorcast_connector.wire.messages import FindKeys, ReportKeys, ShardGrant
 from tensorcast_connector.wire.store_messages import (
     Changes,
     Entry,
@@ -28,8 +30,23 @@ HOME_ROLES = ("basic", "shard-home")
 
 
 def key(shard: int, number: int = 0) -> bytes:
-    """A page of this shard."""
-    return b"page-%d" % number + bytes([shard])
+    """A page of this shard; all keys have one length."""
+    return b"page-%04d" % number + bytes([shard])
+
+
+def find(shards: Iterable[int], keys: Sequence[bytes]) -> FindKeys:
+    """A question about keys of one length."""
+    packed = pack(keys)
+    return FindKeys(list(shards), packed.key_bytes, packed.packed)
+
+
+def report(
+    who: str, number: int, grants: Sequence[ShardGrant], reset: Sequence[int] = (), added: Sequence[bytes] = (),
+    removed: Sequence[bytes] = (),
+) -> ReportKeys:  # fmt: skip
+    """What a worker says of keys of one length."""
+    key_bytes = pack([*added, *removed]).key_bytes
+    return ReportKeys(who, number, list(grants), list(reset), key_bytes, b"".join(added), b"".join(removed))
 
 
 def token(revision: int, incarnation: int = 1) -> Token:

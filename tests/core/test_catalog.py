@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensorcast_connector.core import page_table
 from tensorcast_connector.core.catalog import Catalog
+from tensorcast_connector.core.fingerprints import of
 from tensorcast_connector.types import Token, WorkerId
 from tensorcast_connector.wire.codec import unpack_indexes
 from tests.core.made import SHARDS, A, B, C, key, token
@@ -25,17 +27,22 @@ class Driven:
         removed: tuple[bytes, ...] = (), shards: tuple[int, ...] = tuple(range(SHARDS)), number: int = 0,
     ) -> list[int]:  # fmt: skip
         self.number += 1
-        unknown = self.catalog.report(worker, number or self.number, shards, reset, added, removed)
+        unknown = self.catalog.report(worker, number or self.number, shards, reset, of(added), of(removed))
         self.catalog.check()
         return unknown
 
     def where(self, *keys: bytes) -> list[set[str]]:
-        holders, which = self.catalog.locate(keys)
+        holders, which = self.catalog.locate(of(keys))
         assert holders[0] == [], "0 is always nobody"
         return [set(holders[index]) for index in unpack_indexes(which)]
 
 
 ALL = tuple(range(SHARDS))
+
+
+def pages(*keys: bytes) -> set[int]:
+    """As `holdings` names them."""
+    return set(of(keys).tolist())
 
 
 def test_what_is_reported_is_found_until_it_is_removed() -> None:
@@ -68,7 +75,7 @@ def test_one_shard_can_begin_anew() -> None:
     home.report(B, ALL, tuple(K))
     home.report(A, (1,), (key(1, 7),))
     assert home.where(*K, key(1, 7)) == [{A, B}, {B}, {A, B}, {A, B}, {A}]
-    assert home.catalog.holdings()[1] == {A: {key(1, 7)}, B: {K[1]}}
+    assert home.catalog.holdings()[1] == {A: pages(key(1, 7)), B: pages(K[1])}
 
 
 def test_who_has_not_begun_must_send_everything() -> None:
@@ -161,10 +168,41 @@ def test_many_workers() -> None:
     assert home.where(K[0]) == [set(workers[::2])]
 
 
+def test_pages_that_find_no_room_are_missed_and_harm_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_table, "FULL", 10)
+    home = Driven()
+    many = tuple(key(number % SHARDS, number) for number in range(1600))
+    home.report(A, ALL, many[:800])
+    home.report(B, ALL, many)
+    assert 100 < home.catalog.pages < 800
+    assert {frozenset(who) for who in home.where(*many)} == {frozenset(), frozenset([A, B])}, "A's fill everything"
+    home.report(A, (), many[800:], many)
+    home.report(B, (), (), many)
+    assert home.where(*many[:800]) == [set()] * 800
+    home.catalog.keep_only([])
+    home.catalog.check()
+    assert home.catalog.pages == 0
+
+
+def test_many_sets_of_holders_are_numbered_anew_in_each_answer() -> None:
+    """As few as there are: otherwise all sets of the index would be in every answer."""
+    home = Driven()
+    workers = [WorkerId(f"w{number}/1") for number in range(8)]
+    pages = [key(number % SHARDS, number) for number in range(256)]
+    for at, each in enumerate(workers):
+        home.report(each, ALL, tuple(page for number, page in enumerate(pages) if number >> at & 1))
+    assert len(home.catalog.locate(of(pages))[0]) == 256
+    assert home.catalog.locate(of(pages[3:5]))[0] == [[], ["w0/1", "w1/1"], ["w2/1"]]
+    assert home.where(*pages) == [
+        {each for at, each in enumerate(workers) if number >> at & 1} for number in range(256)
+    ]
+    assert home.catalog.locate(of([]))[0] == [[]]
+
+
 def test_without_shards_nothing_is_listed() -> None:
     catalog = Catalog(0)
-    assert catalog.report(A, 1, [0], [0], [b"x"], []) == []
-    assert catalog.locate([b"x"])[0] == [[]] and catalog.missing(A) == set()
+    assert catalog.report(A, 1, [0], [0], of([b"x"]), of([])) == []
+    assert catalog.locate(of([b"x"]))[0] == [[]] and catalog.missing(A) == set()
 
 
 keys = st.lists(st.builds(key, st.integers(0, SHARDS - 1), st.integers(0, 1)), unique=True, max_size=4)
@@ -198,11 +236,11 @@ def test_against_a_set_per_worker_and_shard(
             unknown = home.report(worker, tuple(other), tuple(added), tuple(removed), tuple(one))
             assert unknown == sorted((one & set(held)) - known)
             for shard in known:
-                pages = model[worker, shard]
-                pages -= {each for each in removed if each[-1] == shard}
-                pages |= {each for each in added if each[-1] == shard}
+                there = model[worker, shard]
+                there -= {each for each in removed if each[-1] == shard}
+                there |= {each for each in added if each[-1] == shard}
         home.catalog.check()
         assert home.catalog.pages == len(set().union(*model.values()))
         assert home.catalog.holdings() == {
-            shard: {who: model[who, shard] for who in (A, B, C) if (who, shard) in model} for shard in held
+            shard: {who: pages(*model[who, shard]) for who in (A, B, C) if (who, shard) in model} for shard in held
         }

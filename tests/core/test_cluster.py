@@ -11,7 +11,7 @@ from tensorcast_connector.core.cluster import (
     worker_key,
 )
 from tensorcast_connector.errors import ProtocolError
-from tensorcast_connector.wire.store_messages import Changes, Entry
+from tensorcast_connector.wire.store_messages import Changes, Entry, Watch
 from tests.core.made import A, B, delta, entry, everything, instance, lease, replica, shard_count, token, worker
 
 
@@ -132,3 +132,89 @@ def test_ids_may_hold_slashes() -> None:
     view.apply(delta(deleted=[replica_key("org/model@rev", A)]))
     view.check()
     assert not view.replicas
+
+
+# --- a listing in pages ---
+
+
+def page(*entries: Entry, after: str, more: bool, revision: int = 100, incarnation: int = 1) -> Changes:
+    """One behind the first."""
+    return Changes(incarnation, revision, False, list(entries), [], after, more)
+
+
+def first_page(*entries: Entry, revision: int = 100, incarnation: int = 1) -> Changes:
+    return Changes(incarnation, revision, True, list(entries), [], more=True)
+
+
+def test_pages_change_nothing_until_the_last_has_come() -> None:
+    view = full()
+    assert view.ask(7) == Watch(1, 110, 7, "") and not view.listing
+    view.apply(first_page(shard_count(8), lease(1, B, 130), revision=130))
+    for after, entries in ((shard_key(1), [entry(worker(A))]), (worker_key(A), [entry(worker(B))])):
+        assert view.listing and view.ask(9000) == Watch(1, 130, 0, after), "at once, and behind the last"
+        assert set(view.shards) == {0, 3} and view.instances and view.revision == 110 and view.shard_count == 4
+        view.apply(page(*entries, after=after, more=True, revision=130))
+    view.apply(page(entry(worker("c/1")), after=worker_key(B), more=False, revision=130))
+    view.check()
+    assert not view.listing and set(view.workers) == {A, B, "c/1"} and view.revision == 130 and view.shard_count == 8
+    assert set(view.shards) == {1} and not view.instances and not view.replicas, "what is on no page is gone"
+    assert view.ask(7) == Watch(1, 130, 7, "")
+
+
+def test_what_happened_since_the_first_page_comes_before_the_whole_counts() -> None:
+    view = ClusterView()
+    view.apply(first_page(shard_count(), entry(instance("i")), lease(0, A, 90)))
+    view.apply(page(entry(worker(A), 90), entry(worker(B), 120), after=shard_key(0), more=False, revision=120))
+    assert view.listing and view.ask(9000) == Watch(1, 100, 100, ""), "B has come at 120, so there is something to tell"
+    view.apply(delta(lease(0, B, 115), deleted=[instance_key("i")], revision=115))
+    assert view.listing and not view.workers and view.ask(9000) == Watch(1, 115, 100, "")
+    view.apply(delta(entry(worker(B), 120), deleted=[worker_key(A)], revision=121))
+    view.check()
+    assert not view.listing and set(view.workers) == {B} and view.shards[0].worker_id == B and not view.instances
+    assert view.revision == 121
+
+
+def test_a_change_that_the_pages_do_not_show_is_asked_for_too() -> None:
+    """Whoever went after its page was read is on a page that came before."""
+    view = ClusterView()
+    view.apply(first_page(shard_count(), entry(worker(A))))
+    view.apply(page(entry(worker(B)), after=worker_key(A), more=False, revision=105))
+    assert view.listing and view.ask(9000) == Watch(1, 100, 0, "")
+    view.apply(Changes(1, 103, False, [], [], more=True))
+    assert view.listing, "there is more to tell"
+    view.apply(delta(deleted=[worker_key(A)], revision=105))
+    assert not view.listing and set(view.workers) == {B}
+
+
+OTHER_ANSWERS = {
+    "a store that knows no pages": delta(entry(worker(B)), revision=120),
+    "a page of another place": page(entry(worker(B)), after=worker_key(B), more=False),
+    "a page of another life": page(entry(worker(B)), after=worker_key(A), more=False, incarnation=2),
+    "an empty page with more behind it": page(after=worker_key(A), more=True),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ANSWERS)
+def test_an_answer_that_is_not_the_next_page_begins_anew(name: str) -> None:
+    view = full()
+    view.apply(first_page(shard_count(), entry(worker(A)), revision=130))
+    view.apply(OTHER_ANSWERS[name])
+    assert not view.listing and view.ask(7) == Watch(1, 110, 7, "") and set(view.workers) == {A, B}
+    view.apply(everything([A], {}, revision=140))
+    assert set(view.workers) == {A}
+
+
+def test_a_listing_that_begins_anew_forgets_the_pages_before() -> None:
+    view = ClusterView()
+    view.apply(first_page(shard_count(), entry(worker(A)), lease(1, A, 20)))
+    view.apply(first_page(shard_count(), entry(worker(B)), revision=8, incarnation=2))
+    view.apply(page(entry(worker("c/1")), after=worker_key(B), more=False, revision=8, incarnation=2))
+    assert set(view.workers) == {B, "c/1"} and not view.shards and (view.incarnation, view.revision) == (2, 8)
+
+
+def test_a_listing_of_an_earlier_life_is_refused() -> None:
+    view = full()
+    view.apply(everything([A], {}, incarnation=5))
+    with pytest.raises(ProtocolError, match="of an earlier life"):
+        view.apply(first_page(shard_count(), entry(worker(B)), incarnation=4))
+    assert not view.listing and set(view.workers) == {A}

@@ -11,8 +11,8 @@ from tensorcast_connector.core.lookup import Ask, Lookup
 from tensorcast_connector.errors import ProtocolError
 from tensorcast_connector.types import WorkerId
 from tensorcast_connector.wire.codec import pack_indexes
-from tensorcast_connector.wire.messages import FindPages, PagesFound, ShardAt
-from tests.core.made import SHARDS, A, B, C, D, key, token
+from tensorcast_connector.wire.messages import PagesFound, ShardAt
+from tests.core.made import SHARDS, A, B, C, D, find, key, token
 
 
 def homes(*ids: WorkerId | None) -> Homes:
@@ -41,8 +41,8 @@ def test_keys_are_grouped_by_home_and_answers_put_together() -> None:
     lookup = Lookup(KEYS, homes(A, B, A, C))
     asks = of(lookup.first())
     assert {home: list(ask.positions) for home, ask in asks.items()} == {A: [0, 2, 3], B: [1, 5], C: [4]}
-    assert asks[A].message.keys == [KEYS[0], KEYS[2], KEYS[3]] and sorted(asks[A].message.shards) == [0, 2]
-    assert asks[B].message == FindPages([1], [KEYS[1], KEYS[5]])
+    assert list(asks[A].message.listed) == [KEYS[0], KEYS[2], KEYS[3]] and sorted(asks[A].message.shards) == [0, 2]
+    assert asks[B].message == find([1], [KEYS[1], KEYS[5]])
     assert lookup.answered(asks[B], found([["x"], ["y", "z"]])) == []
     assert lookup.answered(asks[A], found([[], ["x"], ["y"]])) == []
     assert [list(who) for who in lookup.holders] == [[], ["x"], ["x"], ["y"], [], ["y", "z"]], "C has not answered"
@@ -51,7 +51,7 @@ def test_keys_are_grouped_by_home_and_answers_put_together() -> None:
 def test_one_home_of_everything() -> None:
     lookup = Lookup(KEYS, homes(B, B, B, B))
     [ask] = lookup.first()
-    assert ask.home == B and ask.message.keys == KEYS and sorted(ask.message.shards) == [0, 1, 2, 3]
+    assert ask.home == B and list(ask.message.listed) == KEYS and sorted(ask.message.shards) == [0, 1, 2, 3]
     lookup.answered(ask, found([[str(number)] for number in range(6)]))
     assert lookup.holders == [[str(number)] for number in range(6)]
 
@@ -75,10 +75,23 @@ def test_a_shard_that_has_moved_is_asked_about_at_its_new_home() -> None:
     moved = [(1, 1, 20, B), (2, 1, 20, C)]
     again = of(lookup.answered(ask, found([["old"]] * 6, moved)))
     assert {home: list(each.positions) for home, each in again.items()} == {B: [1, 5], C: [2]}
-    assert again[B].message == FindPages([1], [KEYS[1], KEYS[5]]) and again[B].redirected
+    assert again[B].message == find([1], [KEYS[1], KEYS[5]]) and again[B].redirected
     assert (known.home(1), known.home(2), known.home(0)) == (B, C, A), "and asked there the next time"
     lookup.answered(again[B], found([["new"], []]))
     assert [list(who) for who in lookup.holders] == [["old"], ["new"], ["old"], ["old"], ["old"], []], "C was silent"
+
+
+def test_keys_of_several_lengths_are_asked_for_by_several_questions() -> None:
+    keys = [key(0), b"longer" + key(1), key(2), b"longer" + key(0), b"the longest" + key(3)]
+    lookup = Lookup(keys, homes(A, A, A, B))
+    asks = lookup.first()
+    assert [(ask.home, list(ask.positions)) for ask in asks] == [(A, [0, 2]), (A, [1, 3]), (B, [4])]
+    assert [list(ask.message.listed) for ask in asks] == [[keys[0], keys[2]], [keys[1], keys[3]], [keys[4]]]
+    assert [sorted(ask.message.shards) for ask in asks] == [[0, 2], [0, 1], [3]]
+    assert lookup.answered(asks[1], found([["y"], ["z"]])) == []
+    [again] = lookup.answered(asks[0], found([["w"], ["x"]], [(2, 1, 20, C)]))
+    assert (again.home, again.positions, list(again.message.listed)) == (C, [2], [keys[2]])
+    assert [list(who) for who in lookup.holders] == [["w"], ["y"], ["x"], ["z"], []]
 
 
 NO_REDIRECT: dict[str, list[ShardAt]] = {
@@ -149,9 +162,9 @@ def test_whoever_the_homes_are_every_key_is_asked_about_once_at_its_own(
     asked: list[int] = []
     for ask in lookup.first():
         asked += ask.positions
-        assert [keys[position] for position in ask.positions] == ask.message.keys
-        assert {each[-1] % SHARDS for each in ask.message.keys} == set(ask.message.shards)
-        assert all(at[each[-1] % SHARDS] == ask.home for each in ask.message.keys)
+        assert [keys[position] for position in ask.positions] == list(ask.message.listed)
+        assert {each[-1] % SHARDS for each in list(ask.message.listed)} == set(ask.message.shards)
+        assert all(at[each[-1] % SHARDS] == ask.home for each in list(ask.message.listed))
         lookup.answered(ask, found([[f"{ask.home} {position}"] for position in ask.positions]))
     assert sorted(asked) == [position for position, each in enumerate(keys) if at[each[-1] % SHARDS]]
     assert [list(who) for who in lookup.holders] == [

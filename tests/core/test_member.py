@@ -13,7 +13,7 @@ from tensorcast_connector.config import (
     STORE_TIMEOUT_S,
     WATCH_WAIT_S,
 )
-from tensorcast_connector.core.cluster import ClusterView, shard_key, worker_key
+from tensorcast_connector.core.cluster import RESTORED, SHARD_COUNT, ClusterView, shard_key, worker_key
 from tensorcast_connector.core.leases import ShardLeases
 from tensorcast_connector.core.member import Member, StoreCall
 from tensorcast_connector.core.placement import shard_ranking
@@ -32,6 +32,7 @@ from tensorcast_connector.wire.store_messages import (
     Alive,
     Changes,
     ClaimShards,
+    Entry,
     InstanceRecord,
     KeepAlive,
     LeaseGranted,
@@ -43,7 +44,20 @@ from tensorcast_connector.wire.store_messages import (
     RemoveReplica,
     Watch,
 )
-from tests.core.made import LEASES, SHARDS, A, B, delta, entry, everything, instance, lease, replica, worker
+from tests.core.made import (
+    LEASES,
+    SHARDS,
+    A,
+    B,
+    delta,
+    entry,
+    everything,
+    instance,
+    lease,
+    replica,
+    shard_count,
+    worker,
+)
 
 LEASE = LEASES[A]
 AWAY = Unavailable("the store is away")
@@ -110,7 +124,7 @@ def test_it_registers_and_watches_from_the_start(talk: Talk) -> None:
     register, watch = talk.poll()
     assert register.message == RegisterWorker(worker(A, ("basic",)), MEMBER_TTL_S)
     assert register.timeout_s == STORE_TIMEOUT_S
-    assert watch.message == Watch(0, 0, 0), "at once, with everything"
+    assert watch.message == Watch(0, 0, 0, ""), "at once, with everything"
     assert talk.poll(after_s=60) == [], "one request of each kind at a time"
     talk.answer(register, LeaseGranted(LEASE, 90))
     assert talk.member.lease_id == LEASE == talk.leases.lease_id
@@ -119,12 +133,12 @@ def test_it_registers_and_watches_from_the_start(talk: Talk) -> None:
 
 def test_the_watch_goes_on_from_where_it_was(talk: Talk) -> None:
     watch = talk.join(everything([talk.me], {}, revision=120, incarnation=3))
-    assert watch.message == Watch(3, 120, int(WATCH_WAIT_S * 1000))
+    assert watch.message == Watch(3, 120, int(WATCH_WAIT_S * 1000), "")
     assert watch.timeout_s == WATCH_WAIT_S + STORE_TIMEOUT_S, "longer than the store waits"
     talk.answer(watch, delta(entry(worker(B)), revision=130, incarnation=3))
     assert B in talk.view.workers
     [watch] = talk.poll()
-    assert watch.message == Watch(3, 130, int(WATCH_WAIT_S * 1000))
+    assert watch.message == Watch(3, 130, int(WATCH_WAIT_S * 1000), "")
     talk.answer(watch, delta(revision=130, incarnation=3))
     assert talk.poll()[0].message == watch.message, "at once, also if there was nothing to tell"
 
@@ -233,6 +247,34 @@ def test_everything_is_listed_again_after_it_registered_anew(talk: Talk) -> None
         talk.answer(call)
     assert said == [RegisterInstance(instance("two"), 777), PutReplica(replica("m"), 777)]
     assert talk.silent()
+
+
+# --- a cluster larger than one answer ---
+
+
+def test_a_part_of_the_listing_says_nothing_of_who_is_not_on_it() -> None:
+    """Neither that we were taken off the list, nor that a shard is vacant, nor that a listing is missing."""
+    talk = Talk(roles=("basic", "shard-home"))
+    watch = talk.join(everything([A, B], dict.fromkeys(range(SHARDS), (A, 50))))
+    talk.member.add(instance("i"))
+    talk.answer(talk.says())
+    talk.answer(watch, Changes(1, 300, True, [shard_count()], [], more=True))
+    assert talk.member.lease_id == LEASE and set(talk.leases.held) == set(range(SHARDS))
+    [watch] = talk.poll()
+    assert watch.message == Watch(1, 300, 0, SHARD_COUNT), "the next page at once, and no claims"
+    talk.fail(watch)
+    renew, watch = talk.poll(HEARTBEAT_INTERVAL_S)
+    talk.answer(renew, Alive(301))
+    assert watch.message == Watch(1, 300, 0, SHARD_COUNT), "from where it was"
+    leases = [lease(shard, A, 50) for shard in range(SHARDS)]
+    talk.answer(watch, Changes(1, 300, False, leases, [], SHARD_COUNT, more=True))
+    [watch] = talk.poll()
+    assert watch.message == Watch(1, 300, 0, leases[-1].key), "nothing is listed anew for what was not to be seen yet"
+    talk.answer(watch, Changes(1, 300, False, [entry(talk.me)], [], leases[-1].key, more=False))
+    assert (
+        talk.member.lease_id == LEASE and set(talk.view.workers) == {A} and set(talk.leases.held) == set(range(SHARDS))
+    )
+    assert talk.says().message == RegisterInstance(instance("i"), LEASE), "now it is known that this is missing"
 
 
 # --- what hangs on the lease ---
@@ -367,6 +409,20 @@ def test_a_better_home_is_given_its_shards() -> None:
     assert set(talk.leases.held) == set(range(SHARDS)) - set(better)
 
 
+def test_after_a_restore_nothing_is_claimed_until_the_watch_says_so() -> None:
+    """Whoever held a shard in the former life may still believe it."""
+    talk = Talk(roles=("basic", "shard-home"))
+    seen = everything([A], {})
+    seen.entries.append(Entry(RESTORED, b"", 100))
+    watch = talk.join(seen)
+    assert talk.silent() and not talk.leases.held
+    renew = talk.says(HEARTBEAT_INTERVAL_S)
+    assert renew.message == KeepAlive(LEASE), "all else goes on"
+    talk.answer(renew, Alive(100))
+    talk.answer(watch, delta(deleted=[RESTORED], revision=101))
+    assert talk.says().message == ClaimShards(A, LEASE, list(range(SHARDS)))
+
+
 # --- trouble ---
 
 
@@ -394,7 +450,7 @@ def test_the_two_kinds_of_request_have_their_own_trouble(talk: Talk) -> None:
     renew, watch = talk.poll(HEARTBEAT_INTERVAL_S)
     talk.answer(renew, Alive(100))
     assert talk.member.store_error is odd, "the list of members is still not followed"
-    assert watch.message == Watch(1, 100, 0), "answered at once, so that this is over soon"
+    assert watch.message == Watch(1, 100, 0, ""), "answered at once, so that this is over soon"
     talk.answer(watch, delta(revision=140))
     assert talk.member.store_error is None
 
@@ -406,7 +462,7 @@ def test_an_answer_of_the_watch_that_makes_no_sense_is_raised_and_told_and_it_go
     assert "of an earlier life" in str(talk.member.store_error)
     assert set(talk.view.workers) == {A} and talk.member.lease_id == LEASE
     renew, watch = talk.poll(HEARTBEAT_INTERVAL_S)
-    assert watch.message == Watch(5, 100, 0)
+    assert watch.message == Watch(5, 100, 0, "")
     talk.answer(renew, Alive(100))
     odd = delta(type(entry(worker(B)))(worker_key(B), b"?", 150), revision=150, incarnation=5)
     odd.deleted.append(worker_key(A))

@@ -19,13 +19,12 @@ from tensorcast_connector.wire.codec import unpack_indexes
 from tensorcast_connector.wire.messages import (
     AskInventory,
     Fenced,
-    FindPages,
     Message,
     Ok,
     PagesFound,
     Ping,
     Reported,
-    ReportPages,
+    ReportKeys,
 )
 from tensorcast_connector.wire.store_messages import (
     Alive,
@@ -35,7 +34,7 @@ from tensorcast_connector.wire.store_messages import (
     RegisterWorker,
     Watch,
 )
-from tests.core.made import LEASES, SHARDS, A, B, C, delta, entry, everything, key, lease, token, worker
+from tests.core.made import LEASES, SHARDS, A, B, C, delta, entry, everything, find, key, lease, report, token, worker
 
 ALL = tuple(range(SHARDS))
 VALID_S = MEMBER_TTL_S * (1 - 2 * CLOCK_DRIFT_MAX)
@@ -97,13 +96,13 @@ class Plane:
     def report(self, who: WorkerId, number: int, grants: dict[int, int], *added: bytes, life: int = 1) -> Reported:
         """Somebody's whole inventory of shards, under tokens with these revisions."""
         shards = [(shard, life, revision) for shard, revision in grants.items()]
-        reply = self.serve(ReportPages(who, number, shards, list(grants), list(added), []))
+        reply = self.serve(report(who, number, shards, list(grants), added))
         assert isinstance(reply, Reported)
         return reply
 
     def find(self, *keys: bytes, shards: tuple[int, ...] = ALL) -> tuple[list[set[str]], dict[int, tuple[int, str]]]:
         """The holders of each key; and per shard that has moved the revision of the grant and the home."""
-        reply = self.serve(FindPages(list(shards), list(keys)))
+        reply = self.serve(find(shards, keys))
         assert isinstance(reply, PagesFound)
         moved = {shard: (revision, home) for shard, _, revision, home in reply.moved}
         return [set(reply.holders[index]) for index in unpack_indexes(reply.which)], moved
@@ -313,11 +312,14 @@ def test_who_is_asked_tells_everything_again() -> None:
     plane.save(K[0])
     plane.sees(everything([A, B], {0: (A, 10)}))
     sent = plane.metadata.reporter._streams[A].sent
-    assert sent is not None and sent.added == [K[0]]
+    assert sent is not None and list(sent.listed_added) == [K[0]]
     assert plane.serve(AskInventory(A, [(0, 1, 10)])) == Fenced([])
     plane.metadata.answered(PeerCall(A, sent, 2.0), Reported([], []), plane.now)
     [call] = plane.poll()
-    assert isinstance(call.message, ReportPages) and (call.message.reset, call.message.added) == ([0], [K[0]])
+    assert isinstance(call.message, ReportKeys) and (call.message.reset, list(call.message.listed_added)) == (
+        [0],
+        [K[0]],
+    )
 
 
 def test_a_worker_that_left_and_came_back_is_asked_anew(home: Plane) -> None:

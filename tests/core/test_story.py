@@ -6,7 +6,7 @@ from typing import overload
 import pytest
 
 from tensorcast_connector.config import STORY_LINES_MAX
-from tensorcast_connector.core.story import Stories, ranges
+from tensorcast_connector.core.story import Stories, nothing_found, ranges
 from tensorcast_connector.types import page_key
 
 SPACE = b"k" * 16
@@ -53,6 +53,22 @@ def stories() -> Stories:
 )  # fmt: skip
 def test_the_story_of_one_thing(stories: Stories, text: str, found: list[str]) -> None:
     assert stories.lines(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("abc", "of a page at least 4 hex digits of its block hash are needed"),
+        (" F ", "of a page at least 4 hex digits of its block hash are needed"),
+        ("abcd", "only the latest events are kept"),
+        ("req", "only the latest events are kept"),
+        ("", "only the latest events are kept"),
+    ],
+)
+def test_what_is_said_of_nothing(text: str, why: str) -> None:
+    said = nothing_found(text)
+    assert said.startswith(f"nothing recorded about {text!r}: {why}. Other things") and "\n" not in said
+    assert "a hold or a worker, 'shard 12', the name of an event" in said
 
 
 def test_everything_and_with_wall_time(stories: Stories) -> None:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from demo import pool
 from demo.pool import Started
-from demo.processes import Supervisor
+from demo.processes import Supervisor, program
 
 from tensorcast_connector.config import MEMBER_TTL_S
 from tests.faults.conftest import settled
@@ -138,3 +139,30 @@ def test_etcd_loses_all_its_data_under_two_stores(
         b.loads([*pages, *more])
     finally:
         etcd.close()
+
+
+def test_a_restored_cluster_comes_back_by_itself(
+    supervisor: Supervisor, etcd: EtcdCluster, stores: list[Started], hosts: list[Host], tmp_path: Path
+) -> None:
+    """Nobody restarts a worker. Shards are granted only once what the former life had granted is over."""
+    a, b = hosts
+    pages = fresh()
+    a.save(pages)
+    b.finds(pages)
+    file, flags = str(tmp_path / "backup"), ["--etcd", etcd.flag]
+    line = [program("tensorcast"), "store"]
+    subprocess.run([*line, "backup", "--to", file, *flags], check=True, capture_output=True)
+    served = subprocess.run([*line, "restore", file, "--replace", *flags], check=False, capture_output=True, text=True)
+    assert served.returncode == 2 and "store processes serve this database" in served.stderr
+    assert all(each["store"] in served.stderr for each in stores)
+    supervisor.stop(*(each.running for each in stores))
+    subprocess.run([*line, "restore", file, "--replace", *flags], check=True, capture_output=True)
+    for name, each in zip(("store-1", "store-2"), stores, strict=True):
+        pool.store(supervisor, name, address=each["store"], options=flags)
+    until_blocking(lambda: a.joins > 1 and b.joins > 1, 30.0)
+    until_blocking(lambda: a.shards_held + b.shards_held == 64, 60.0)
+    more = fresh()
+    a.save(more)
+    b.finds([*pages, *more])
+    b.loads([*pages, *more])
+    until_blocking(lambda: all(each.statistics()["store_connected"] for each in hosts), 30.0)

@@ -15,7 +15,15 @@ from demo.processes import Supervisor
 from tensorcast_connector.config import parse_address
 from tensorcast_connector.wire.codec import encode
 from tensorcast_connector.wire.frames import FRAME_BODY_BYTES_MAX, Kind, encode_frame
-from tensorcast_connector.wire.messages import PROTOCOL_VERSION, AskInventory, FindPages, Hello, ReportPages
+from tensorcast_connector.wire.messages import (
+    PROTOCOL_VERSION,
+    AskInventory,
+    FindKeys,
+    FindPages,
+    Hello,
+    ReportKeys,
+    ReportPages,
+)
 from tensorcast_connector.wire.store_messages import (
     ClaimShards,
     KeepAlive,
@@ -118,6 +126,10 @@ def test_what_a_stranger_may_not_do(ports: dict[str, str]) -> None:
             AskInventory("stranger/1", [(far, 1, 1), (-1, 1, 1)]),
             FindPages([far, -5], [b"k" * 32]),
             FindPages([], [b""] * 10),
+            FindKeys([far, -5], 32, b"k" * 32),
+            FindKeys([], 7, b"k" * 32),
+            FindKeys([], -1, b"k" * 32),
+            ReportKeys("stranger/1", 1, [(far, far, far)], [far], 0, b"k", b"k"),
         ],
         "store": [
             KeepAlive(-1), ClaimShards("stranger/1", 7, [0]), ClaimShards("stranger/1", 0, [far]),

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tensorcast_connector.net.transport import Network
 from tensorcast_connector.testing.network import FakeNetwork
 from tensorcast_connector.types import Address
 from tests.loops import quiet_loop
+from tests.net.pair import Pair
 
 try:
     from uvloop import new_event_loop as new_uvloop
@@ -47,3 +49,16 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "unix":
         return Place(SocketNetwork(), Address("unix", path=str(tmp_path / "sock")))
     return Place(SocketNetwork(), Address("tcp", host="127.0.0.1", port=0))
+
+
+@pytest.fixture
+async def pair(place: Place) -> AsyncIterator[Pair]:
+    """Listens; in the end everything is closed as it should be."""
+    pair = Pair(place.network, place.address)
+    await pair.listen()
+    yield pair
+    for client in pair.clients:
+        await client.close()
+    await pair.stop()
+    assert pair.service.closed == pair.service.sessions, "a session was not closed exactly once"
+    assert not pair.service.running_at_close, "a session was closed while one of its requests still ran"

@@ -223,7 +223,7 @@ async def test_a_peer_that_misbehaves(place: Place, name: str) -> None:
 async def raw(pair: Bulk) -> Stream:
     assert pair.listener is not None
     stream = await pair.place.network.dial(pair.listener.address, 5)
-    stream.write(encode_frame(Kind.REQUEST, 0, encode(Hello(1, 1, BULK_ROLE, "raw"))))
+    stream.write(encode_frame(Kind.REQUEST, 0, encode(Hello(2, 2, BULK_ROLE, "raw"))))
     await receive_frame(stream)
     return stream
 

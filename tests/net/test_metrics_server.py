@@ -63,6 +63,20 @@ async def test_counters_gauges_and_histograms_are_served() -> None:
         await listener.close()
 
 
+async def test_a_process_that_is_still_starting_is_not_well() -> None:
+    """Its port is taken before anything is made; what it has comes later."""
+    parts: list[Part] = []
+    listener = await serve_metrics(ANYWHERE, parts)
+    try:
+        assert (await get(listener.address, "/healthz"))[::2] == (503, "it does not serve\n")
+        assert "part_level" not in (await scrape(listener.address)).kinds
+        parts.append(Part())
+        assert (await get(listener.address, "/healthz"))[::2] == (200, "ok\n")
+        assert (await scrape(listener.address)).value("part_level") == 2
+    finally:
+        await listener.close()
+
+
 async def test_health_is_200_or_503_and_the_reason() -> None:
     well, part = Part(), Part()
     listener = await serve_metrics(ANYWHERE, [well, part])

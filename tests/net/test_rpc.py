@@ -1,9 +1,9 @@
-"""Requests and replies on the real networks and on the fake one."""
+"""Requests and replies on the real networks and on the fake one: deadlines, cancelling, errors, back-pressure."""
 
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -16,16 +16,16 @@ from tensorcast_connector.errors import (
     TensorcastError,
     Unavailable,
 )
-from tensorcast_connector.net import rpc, rpc_client
+from tensorcast_connector.net import rpc
 from tensorcast_connector.net.rpc_client import RpcClient
-from tensorcast_connector.net.transport import Listener, Stream
-from tensorcast_connector.types import Address
+from tensorcast_connector.net.transport import Stream
 from tensorcast_connector.wire.codec import (
     encode,
-    failure_decoder,
 )
-from tensorcast_connector.wire.frames import FRAME_BODY_BYTES_MAX, HEADER_BYTES, Kind, encode_frame
+from tensorcast_connector.wire.frames import FRAME_BODY_BYTES_MAX, Kind, encode_frame
 from tensorcast_connector.wire.messages import (
+    PROTOCOL_VERSION,
+    PROTOCOL_VERSION_MIN,
     GetStatistics,
     Hello,
     LookupResult,
@@ -35,72 +35,18 @@ from tensorcast_connector.wire.messages import (
     Statistics,
 )
 from tests.net.conftest import Place
-from tests.net.service import Scripted, lookup
+from tests.net.pair import Pair, T, frame, hello
+from tests.net.service import lookup
 from tests.waiting import until
-
-T = 5.0
-
-
-class Pair:
-    """A listener with a scripted service, and what dials it."""
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.network = place.network
-        self.service = Scripted()
-        self.listener: Listener | None = None
-        self.address = place.address
-        self.clients: list[RpcClient] = []
-
-    async def listen(self) -> None:
-        self.listener = await self.network.listen(self.address, self.service.on_stream)
-        self.address = self.listener.address
-
-    async def stop(self) -> None:
-        assert self.listener is not None
-        await self.listener.close()
-
-    def client(self, **options: Any) -> RpcClient:
-        client = RpcClient(self.network, self.address, "engine", "e", random.Random(1), **options)
-        client.start()
-        self.clients.append(client)
-        return client
-
-    async def connected(self, **options: Any) -> RpcClient:
-        client = self.client(**options)
-        await client.wait_connected(T)
-        return client
-
-    async def raw(self) -> Stream:
-        return await self.network.dial(self.address, T)
-
-
-@pytest.fixture
-async def pair(place: Place) -> AsyncIterator[Pair]:
-    pair = Pair(place)
-    await pair.listen()
-    yield pair
-    for client in pair.clients:
-        await client.close()
-    await pair.stop()
-    assert pair.service.closed == pair.service.sessions, "a session was not closed exactly once"
-    assert not pair.service.running_at_close, "a session was closed while one of its requests still ran"
-
-
-async def frame(stream: Stream) -> tuple[Kind, int, bytes]:
-    _, got = await rpc.receive_frame(stream)
-    return got.kind, got.request_id, got.body
-
-
-async def hello(stream: Stream, low: int = 1, high: int = 1) -> None:
-    stream.write(encode_frame(Kind.REQUEST, 1, encode(Hello(low, high, "engine", "raw"))))
 
 
 async def test_a_call_and_its_reply(pair: Pair) -> None:
     client = await pair.connected()
     pair.service.open("four")
     assert await client.call(lookup("four"), LookupResult, T) == LookupResult(4, 0)
-    assert client.server_id == "scripted" and pair.service.hellos == [Hello(1, 2, "engine", "e")]
+    assert client.server_id == "scripted" and pair.service.hellos == [
+        Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION, "engine", "e")
+    ]
     assert "connected, 0 pending" in repr(client)
 
 
@@ -215,16 +161,6 @@ async def test_cancelled_before_the_handler_began(pair: Pair) -> None:
     stream.close()
 
 
-@pytest.mark.slow
-async def test_a_busy_server_that_answers_pings_is_not_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc_client, "PING_INTERVAL_S", 0.02)
-    monkeypatch.setattr(rpc_client, "SILENCE_MAX_S", 0.2)
-    client = await pair.connected()
-    with pytest.raises(DeadlineExceeded):
-        await client.call(lookup("slow"), LookupResult, 0.5)
-    assert client.connected
-
-
 async def test_a_broken_connection_fails_pending_calls_at_once(pair: Pair) -> None:
     lost: list[str] = []
     client = await pair.connected(on_disconnected=lambda error: lost.append(str(error)))
@@ -246,147 +182,6 @@ async def test_cancelled_and_broken_in_the_same_moment(pair: Pair) -> None:
         await asyncio.sleep(0)
     call.cancel()  # its future has failed already; nobody will read that
     assert isinstance((await asyncio.gather(call, return_exceptions=True))[0], asyncio.CancelledError | Unavailable)
-
-
-async def test_reconnects_after_the_server_restarted(pair: Pair) -> None:
-    client = await pair.connected()
-    await pair.stop()
-    await until(lambda: not client.connected)
-    with pytest.raises(Unavailable):
-        await client.call(GetStatistics(), Statistics, T)
-    await pair.listen()
-    await client.wait_connected(T)
-    assert await client.call(GetStatistics(), Statistics, T) == Statistics({})
-
-
-async def test_the_delay_between_attempts_grows_to_a_limit(monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
-    slept: list[float] = []
-    real_sleep = asyncio.sleep
-
-    async def sleep(seconds: float) -> None:
-        if seconds:
-            slept.append(seconds)
-        await real_sleep(0)
-
-    nobody = Address("tcp", host="127.0.0.1", port=1) if place.address.scheme == "tcp" else place.address
-    client = RpcClient(place.network, nobody, "engine", "e", random.Random(1))
-    monkeypatch.setattr(rpc_client.asyncio, "sleep", sleep)
-    client.start()
-    while len(slept) < 9:
-        await real_sleep(0.001)
-    await client.close()
-    ceilings = [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0]
-    assert all(top / 2 <= each <= top for each, top in zip(slept, ceilings, strict=False)), slept
-    with pytest.raises(Unavailable, match=r"cannot connect|closed"):
-        await client.wait_connected(0.01)
-
-
-async def test_not_patient(place: Place) -> None:
-    nobody = Address("tcp", host="127.0.0.1", port=1) if place.address.scheme == "tcp" else place.address
-    client = RpcClient(place.network, nobody, "client", "c", random.Random(1))
-    client.start()
-    with pytest.raises(Unavailable, match="cannot connect"):
-        await client.wait_connected(T, patient=False)
-    await client.close()
-
-
-async def test_the_version_is_negotiated_or_both_ranges_are_named(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for theirs, spoken in (((1, 9), b"\x02"), ((2, 2), b"\x02"), ((1, 1), b"\x01")):
-        stream = await pair.raw()
-        await hello(stream, *theirs)
-        assert b"Welcome" + spoken in (await frame(stream))[2]
-        stream.close()
-    monkeypatch.setattr(rpc_client, "PROTOCOL_VERSION_MIN", 3)
-    monkeypatch.setattr(rpc_client, "PROTOCOL_VERSION", 4)
-    client = pair.client()
-    with pytest.raises(
-        ProtocolError, match=r"versions 3-4 of 'e' and 1-2 of this worker do not overlap; upgrade the older"
-    ):
-        await client.wait_connected(T, patient=False)
-
-
-GARBAGE = {
-    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "one byte": b"x",
-    "zeros": bytes(4096),
-    "no hello": encode_frame(Kind.REQUEST, 1, encode(GetStatistics())),
-    "a reply": encode_frame(Kind.REPLY, 1, encode(Ok())),
-    "no message": encode_frame(Kind.REQUEST, 1, b"\xc1"),
-    "half a hello": encode_frame(Kind.REQUEST, 1, encode(Hello(1, 1, "r", "n")))[:-3],
-    "lists in lists": encode_frame(Kind.REQUEST, 1, b"\x96\xa5Hello\x01\x01\xa1r\xa1n" + b"\x91" * 50_000 + b"\xc0"),
-    "a long hello": encode_frame(Kind.REQUEST, 1, encode(Hello(1, 1, "r", "n" * 100_000))),
-    "impatient": encode_frame(Kind.REQUEST, 1, encode(Hello(1, 1, "r", "n"))) * 2,
-}
-
-
-@pytest.mark.parametrize("name", GARBAGE)
-async def test_garbage_leaves_the_server_serving_and_is_one_line(
-    pair: Pair, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    stream = await pair.raw()
-    stream.write(GARBAGE[name])
-    if name == "half a hello":
-        stream.close()
-    else:
-        answer = b""
-        try:
-            while piece := await stream.receive():
-                answer += piece
-        except Unavailable:
-            pass  # reset, since some of the garbage was never read
-        if answer:
-            assert failure_decoder.decode(answer[HEADER_BYTES:]).code == "protocol"
-        stream.close()
-    await until(lambda: caplog.records)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 1 and lines[0].startswith("connection from ") and "\n" not in lines[0]
-    client = await pair.connected()
-    assert await client.call(GetStatistics(), Statistics, T) == Statistics({})
-
-
-async def test_garbage_after_the_hello_ends_the_connection_and_says_why(pair: Pair) -> None:
-    stream = await pair.raw()
-    await hello(stream)
-    await frame(stream)
-    stream.write(encode_frame(Kind.REPLY, 5, encode(Ok())))
-    kind, request_id, body = await frame(stream)
-    assert (kind, request_id) == (Kind.ERROR, 0) and "not REPLY" in failure_decoder.decode(body).message
-    stream.close()
-
-
-async def test_a_message_that_is_not_understood_fails_only_itself(pair: Pair) -> None:
-    stream = await pair.raw()
-    await hello(stream)
-    await frame(stream)
-    stream.write(
-        encode_frame(Kind.REQUEST, 2, b"\x91\xa4Nope") + encode_frame(Kind.REQUEST, 3, encode(GetStatistics()))
-    )
-    kind, request_id, body = await frame(stream)
-    assert (kind, request_id) == (Kind.ERROR, 2) and "not understood" in failure_decoder.decode(body).message
-    assert (await frame(stream))[:2] == (Kind.REPLY, 3)
-    stream.close()
-
-
-async def test_lists_in_lists_in_lists_are_not_understood(pair: Pair) -> None:
-    deep = b"\x91" * 200_000 + b"\xc0"
-    stream = await pair.raw()
-    await hello(stream)
-    await frame(stream)
-    stream.write(encode_frame(Kind.REQUEST, 2, b"\x92\xadGetStatistics" + deep))
-    kind, _, body = await frame(stream)
-    assert kind is Kind.ERROR and "not understood: maximum recursion" in failure_decoder.decode(body).message
-    stream.close()
-
-
-async def test_a_request_id_that_is_in_use_ends_the_connection(pair: Pair) -> None:
-    stream = await pair.raw()
-    await hello(stream)
-    await frame(stream)
-    stream.write(encode_frame(Kind.REQUEST, 2, encode(lookup("a"))) * 2)
-    assert "request id 2 is in use" in failure_decoder.decode((await frame(stream))[2]).message
-    stream.close()
 
 
 async def test_too_many_requests_in_flight(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,114 +276,3 @@ async def test_a_peer_that_does_not_read_is_not_read(pair: Pair) -> None:
             await asyncio.sleep(0.001)
     assert 0 < answered < 20
     stream.close()
-
-
-async def test_closed_while_connecting(pair: Pair) -> None:
-    for turns in range(12):
-        client = pair.client()
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        await client.close()
-        assert not client.connected
-        with pytest.raises(Unavailable):
-            await client.call(GetStatistics(), Statistics, T)
-
-
-async def test_what_must_happen_first_may_call_and_may_fail(pair: Pair) -> None:
-    attempts: list[bool] = []
-
-    async def first(client: RpcClient) -> None:
-        attempts.append(client.connected)
-        await client.call(GetStatistics(), Statistics, T)
-        if len(attempts) == 1:
-            raise ValueError("not one of our own errors")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rpc_client.logger, "exception", lambda *args, **kwargs: None)
-        client = await pair.connected(on_connected=first)
-    assert attempts == [False, False]
-    assert await client.call(GetStatistics(), Statistics, T) == Statistics({})
-
-
-async def test_a_server_that_never_answers_hello(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc_client, "HELLO_TIMEOUT_S", 0.02)
-    dialled = 0
-
-    async def mute(stream: Stream) -> None:
-        nonlocal dialled
-        dialled += 1
-        while await stream.receive():
-            pass
-
-    listener = await place.network.listen(place.address, mute)
-    client = RpcClient(place.network, listener.address, "engine", "e", random.Random(1))
-    client.start()
-    await until(lambda: dialled == 1)
-    with pytest.raises(Unavailable, match="not yet connected"):
-        await client.call(GetStatistics(), Statistics, T)  # at once, not after its deadline
-    with pytest.raises(DeadlineExceeded, match="did not answer within"):
-        await client.wait_connected(T, patient=False)
-    await client.close()
-    await listener.close()
-
-
-async def test_a_caller_that_never_says_hello(pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setattr(rpc, "HELLO_TIMEOUT_S", 0.02)
-    stream = await pair.raw()
-    assert await stream.receive() == b""
-    assert ["no hello within 0.02 s" in record.getMessage() for record in caplog.records] == [True]
-    stream.close()
-
-
-async def test_a_server_that_speaks_nonsense(place: Place) -> None:
-    async def nonsense(stream: Stream) -> None:
-        await stream.receive()
-        stream.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        await stream.receive()
-
-    listener = await place.network.listen(place.address, nonsense)
-    client = RpcClient(place.network, listener.address, "engine", "e", random.Random(1))
-    client.start()
-    with pytest.raises(ProtocolError, match="not a tensorcast connection"):
-        await client.wait_connected(T, patient=False)
-    await client.close()
-    await listener.close()
-
-
-async def test_a_server_that_answers_with_a_request(place: Place) -> None:
-    async def odd(stream: Stream) -> None:
-        await rpc.accept(stream, "worker", "odd")
-        _, got = await rpc.receive_frame(stream)
-        stream.write(encode_frame(Kind.REQUEST, got.request_id, encode(Ok())))
-        await stream.receive()
-
-    listener = await place.network.listen(place.address, odd)
-    client = RpcClient(place.network, listener.address, "engine", "e", random.Random(1))
-    client.start()
-    await client.wait_connected(T)
-    with pytest.raises(ProtocolError, match="not REQUEST"):
-        await client.call(GetStatistics(), Statistics, T)
-    await client.close()
-    await listener.close()
-
-
-async def test_a_listener_that_closes_cancels_what_it_serves(pair: Pair) -> None:
-    client = await pair.connected()
-    call = asyncio.create_task(client.call(lookup("x"), LookupResult, T))
-    await until(lambda: pair.service.started)
-    await pair.stop()
-    assert pair.service.cancelled == ["x"] and pair.service.closed == 1
-    with pytest.raises(Unavailable):
-        await call
-
-
-@pytest.mark.parametrize("turns", range(8))
-async def test_closed_in_the_moment_the_connection_breaks(pair: Pair, turns: int) -> None:
-    """Python 3.11's TaskGroup would swallow the cancellation, and the client would live for ever."""
-    client = await pair.connected()
-    pair.service.streams[0].close()
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    async with asyncio.timeout(T):
-        await client.close()
-    assert not client.connected

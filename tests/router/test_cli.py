@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import json
+import platform
 import resource
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 from pathlib import Path
 
 import aiohttp
@@ -58,6 +60,13 @@ def test_a_wrong_configuration_is_one_line(capsys, monkeypatch, arguments, messa
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("smetric-router: ") and message in lines[0]
+
+
+def test_the_versions(capsys) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    line = f"smetric-router {version('tensorcast-connector')}, Python {platform.python_version()}\n"
+    assert capsys.readouterr().out == line
 
 
 def test_a_port_in_use(capsys, monkeypatch) -> None:

@@ -92,6 +92,16 @@ def test_the_table_names_what_does_not_hold_and_why_a_peer_is_missing() -> None:
     assert "1,234" in text and "not run" in text and "redis did not run: there is no redis-server" in text
 
 
+def test_names_in_the_table_are_no_markup() -> None:
+    console = Console(width=200, record=True, file=io.StringIO())
+    awkward = figure([20], [10])
+    awkward.row, awkward.unit = "a\\", "[red]us"
+    awkward.add("[/]peer\\", 3)
+    show([awkward.made({})], console)
+    text = console.export_text()
+    assert "│ a\\ " in text and " [red]us " in text and " [/]peer\\ " in text and " no " in text
+
+
 # --- the command ---
 
 
@@ -368,14 +378,16 @@ def test_a_tiny_run_of_the_real_thing(tmp_path: Path, monkeypatch: pytest.Monkey
     said: list[str] = []
     rows = metadata.run(TINY, False, said.append, tmp_path / "run")
     assert [row.target for row in rows] == [
-        "ratio <= 1.5", None, "ours >= 1,000,000", "ours >= 300,000", "ours >= 300,000",
-        "ours <= 250", "ours <= 250", "ours <= 250",
+        "ratio <= 1.5", None, None, "ours >= 1,000,000", "ours >= 300,000", "ours >= 300,000",
+        "ours <= 250", "ours <= 250", "ours <= 250", None, None, None,
     ]  # fmt: skip
     assert all(row.ours > 0 and row.runs in (1, 2) for row in rows)
-    assert all((row.limit or 1) > 0 for row in rows) and all(row.limit for row in rows[:3])
+    assert all((row.limit or 1) > 0 for row in rows) and all(row.limit for row in rows[:4])
     assert 1 < (rows[0].ratio or 0) < 1000, "nothing is faster than the bare echo"
-    for row in rows[:6]:
+    assert rows[1].ours == rows[0].ours and "our streams" in rows[1].row and rows[1].peers == {}
+    assert 1 < (rows[1].ratio or 0) < 1000
+    for row in [rows[0], *rows[2:7]]:
         assert isinstance(row.peers["bare index"], float)
         assert isinstance(row.peers.get("grpc.aio"), float) == grpc_runs
         assert "there is no redis-server" in str(row.peers["redis"])
-    assert rows[6].peers == {}
+    assert rows[7].peers == {} and [row.unit for row in rows[9:]] == ["ms"] * 3

@@ -49,6 +49,7 @@ LIMITS: dict[str, Sequence[float]] = {
     "tensorcast_connector.core.leases:HANDOVER_AFTER_S": (1.0, 3.0, 10.0),
     "tensorcast_connector.core.leases:HANDOVER_SHARDS_MAX": (1, 8),
     "tensorcast_connector.core.member:WATCH_WAIT_S": (1.0, 10.0),
+    "tensorcast_connector.store.answers:LISTING_BYTES_MAX": (600, 4 << 20),
 }
 
 
@@ -159,11 +160,13 @@ class Cluster:
     def start_anew(self, backup: Path | None) -> None:
         """The store starts on another database: an empty one or one from a backup, there or on its former file.
 
-        It knows nothing of the leases that the former one had granted: until they are over there may be two homes.
+        It knows nothing of the leases that the former one had granted: until they are over there may be two homes, unless
+        it was told that it is restored, and waits.
         """
         if self.store.alive:
             self.store.crash()
-        self.world.exempt_until = max(self.world.exempt_until, self.store.died_at + 1.05 * MEMBER_TTL_S)
+        if backup is None:
+            self.world.exempt_until = max(self.world.exempt_until, self.store.died_at + 1.05 * MEMBER_TTL_S)
         in_place = backup is not None and self.world.random.random() < 0.5
         folder = self.store.path.parent if in_place else self._next_folder()
         if backup is None and self.world.random.random() < 0.3:

@@ -1,4 +1,10 @@
-"""The metadata plane of a worker process: the production Metadata and what worker/peers.py does around it."""
+"""The metadata plane of a worker process: the production Metadata and what worker/peers.py does around it.
+
+Written a second time without an event loop, and to be kept the same by hand: `pump`, `_send` and `_finish` are Peers._pump,
+_send and _exchange; `holders` is Peers.holders. WorkerProcess.fetch is Pages.fetch with Peers.fetch, except that it makes one
+attempt, remembers no sources from the lookup, and asks for all pages of one source at once. test_mirror.py sends both through
+the same conversations.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,11 +22,11 @@ from tensorcast_connector.wire.messages import (
     Failure,
     Fenced,
     Fetch,
-    FindPages,
+    FindKeys,
     Message,
     PagesFound,
     Reported,
-    ReportPages,
+    ReportKeys,
 )
 from tensorcast_connector.wire.store_messages import Changes, ReplicaRecord, RevokeLease, WorkerRecord
 from tensorcast_connector.worker.pages import Pages
@@ -153,14 +159,14 @@ class PlaneProcess(Process):
             reply = Failure(error.code, str(error))
         self.world.note(self.name, "answers", message, reply)
         answer(reply)
-        if not isinstance(message, FindPages):
+        if not isinstance(message, FindKeys):
             self.pump()
 
     def _serve(self, message: Message) -> Message:
         reply = self.metadata.serve(message, self.clock())
         counts = self.world.counts
         if isinstance(reply, Reported):
-            assert isinstance(message, ReportPages)
+            assert isinstance(message, ReportKeys)
             counts["report refused"] += bool(reply.moved)
             counts["report of an unknown worker"] += bool(reply.unknown)
             refused = {shard for shard, *_ in reply.moved}
@@ -204,19 +210,24 @@ class PlaneProcess(Process):
     def holders(self, keys: Sequence[bytes], done: Callable[[list[Sequence[str]]], None]) -> None:
         """As Peers.holders: who holds each key, as far as the homes know and answer in time."""
         lookup, homes = self.metadata.lookup(keys), self.metadata.homes
+        deadline_s = self.clock() + FIND_TIMEOUT_S
         open_asks = 0
 
         def ask(each: Ask) -> None:
             nonlocal open_asks
             if each.home == self.name:
                 answered(each, self.metadata.serve(each.message, self.clock()))
-            elif each.home in self.metadata.view.workers:
+            elif each.home in self.metadata.view.workers and (left_s := deadline_s - self.clock()) > 0:
                 open_asks += 1
-                self.network.call(self, each.home, each.message, FIND_TIMEOUT_S, lambda got, _: came(each, got))
+                self.network.call(self, each.home, each.message, left_s, lambda got, _: came(each, got))
 
         def answered(each: Ask, reply: Message) -> None:
             assert isinstance(reply, PagesFound)
-            more = lookup.answered(each, reply)
+            try:
+                more = lookup.answered(each, reply)
+            except TensorcastError as error:
+                self.world.note(self.name, "does not understand", str(error))
+                more = []
             self.world.counts["lookup redirected"] += bool(more)
             if homes is self.metadata.homes:  # else the pages are cut into another number of shards meanwhile
                 self._learn(reply.moved)

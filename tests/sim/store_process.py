@@ -137,6 +137,7 @@ class StoreProcess(Process):
             return False
         self.world.note(self.name, "answers", message, changes)
         self.world.counts["watch from before the history"] += changes.complete and message.after_revision > 0
+        self.world.counts["listing in pages"] += bool(changes.after_key)
         self._vouch(message, changes)
         answer(changes)
         return True

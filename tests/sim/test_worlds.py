@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HAPPENS = (
     "artifacts", "congestion", "connection given up while copying", "database lost", "database made anew",
     "database restored", "delay", "duplication", "engine crash", "engine gives up", "engine pause", "inventory accepted",
-    "lease expired", "log torn", "loss", "one-way partition", "page evicted",
+    "lease expired", "listing in pages", "log torn", "loss", "one-way partition", "page evicted",
     "page fetched", "page read", "page with wrong bytes", "partition", "reply too late, or the second one",
     "report accepted", "report refused", "store clock", "store crash", "store pause",
     "store says conflict", "store says not-found", "torn write", "watch from before the history", "worker clock",

@@ -9,11 +9,14 @@ import pytest
 
 from tensorcast_connector.store.etcd_gateway import Answer
 from tensorcast_connector.store.etcd_kv import EtcdKv, open_etcd
+from tensorcast_connector.store.incarnation import ensure_incarnation
 from tensorcast_connector.store.kv import KvStore
+from tensorcast_connector.store.server import prepare
 from tensorcast_connector.store.sqlite_kv import SqliteKv
 from tensorcast_connector.testing.clock import SettableClock
 from tests.loops import quiet_loop
 from tests.store.etcd_servers import EtcdCluster
+from tests.store.served import LIFE, SHARDS, Served
 
 __all__ = ["quiet_loop"]
 _prefixes = (f"test-{number}/" for number in itertools.count())
@@ -95,3 +98,13 @@ async def backend(servers: EtcdCluster | None, tmp_path: Path) -> AsyncIterator[
 def kv(backend: Backend) -> KvStore:
     """For tests that never open it again."""
     return backend.kv
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    """A store over SQLite that nobody has asked anything."""
+    served = Served(tmp_path)
+    await ensure_incarnation(served.kv, LIFE)
+    await prepare(served.kv, SHARDS)
+    yield served
+    await served.kv.close()

@@ -1,12 +1,13 @@
 """The contract of the KV port, for every backend."""
 
 import asyncio
+import random
 import time
 
 import pytest
 
 from tensorcast_connector.errors import Compacted, Exhausted, NotFound
-from tensorcast_connector.store import etcd_watch, sqlite_kv
+from tensorcast_connector.store import etcd_kv, etcd_watch, sqlite_kv
 from tensorcast_connector.store.incarnation import ensure_incarnation
 from tensorcast_connector.store.kv import (
     TXN_BYTES_MAX,
@@ -18,6 +19,7 @@ from tensorcast_connector.store.kv import (
     KvStore,
     Put,
     prefix_end,
+    weight,
 )
 from tests.store.conftest import Backend
 
@@ -272,6 +274,58 @@ async def test_the_edges_of_a_prefix(kv: KvStore) -> None:
     for prefix in ["", "a", "a/", f"a/{last}", f"a/{last}{last}", "\ud7ff", last, f"{last}{last}", "0"]:
         expected = sorted((each for each in names if each.startswith(prefix)), key=str.encode)
         assert await keys(kv, prefix) == expected, prefix
+
+
+async def test_pages_together_are_the_range(kv: KvStore) -> None:
+    last = chr(0x10FFFF)
+    names = ["a/", "a/1", "a/\uffff", f"a/{last}", f"a/{last}{last}x", *(f"a/k{n:02}" for n in range(20)), "a0", "b"]
+    for name in names:
+        await put(kv, name, bytes(len(name) % 7))
+    revision, whole = await kv.range("a/")
+    one = weight(whole[0].key, whole[0].value)
+    for bytes_max in (0, one, 3 * one, 1 << 20):
+        pages, after, more = [], "", True
+        while more:
+            at, page, more = await kv.page("a/", after, bytes_max)
+            assert at == revision and (
+                len(page) == 1 or sum(weight(each.key, each.value) for each in page) <= bytes_max
+            )
+            pages.append(page)
+            after = page[-1].key
+        assert [each for page in pages for each in page] == whole and (len(pages) == 1) is (bytes_max == 1 << 20)
+    assert await kv.page("a/", whole[-1].key, 1 << 20) == (revision, [], False), "nothing behind the last one"
+    assert await kv.page("c/", "", 1 << 20) == (revision, [], False)
+    assert (await kv.page("", "a/z", 1 << 20))[1][0].key == "a/\uffff", "behind a key that does not exist"
+
+
+async def test_a_page_has_a_bounded_number_of_keys_or_bytes(kv: KvStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_kv, "LISTING_KEYS_MAX", 5)
+    await kv.txn([], [Put(f"k{n:02}", b"v") for n in range(12)])
+    _, page, more = await kv.page("", "", 1 << 20)
+    assert len(page) in (5, 12) and more is (len(page) == 5)
+    _, page, more = await kv.page("", "k04", 3 * weight("k00", b"v"))
+    assert [each.key for each in page] == ["k05", "k06", "k07"] and more
+
+
+async def test_pages_and_the_changes_since_the_first_are_the_present_state(kv: KvStore) -> None:
+    chance = random.Random(5)
+    for n in range(30):
+        await put(kv, f"k{n:02}", b"0")
+    first, page, more = await kv.page("", "", 200)
+    state = {each.key: each.value for each in page}
+    last = first
+    while more:
+        for _ in range(3):
+            key = f"k{chance.randrange(40):02}"
+            last = (await kv.txn([], [Delete(key) if chance.random() < 0.5 else Put(key, b"%d" % last)])).revision
+        _, page, more = await kv.page("", page[-1].key, 200)
+        state |= {each.key: each.value for each in page}
+    for event in await changes(kv, "", first, last):
+        if event.value is None:
+            state.pop(event.key, None)
+        else:
+            state[event.key] = event.value
+    assert state == {each.key: each.value for each in (await kv.range(""))[1]}
 
 
 def test_the_end_of_a_prefix() -> None:

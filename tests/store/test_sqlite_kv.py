@@ -14,7 +14,7 @@ import pytest
 
 from tensorcast_connector.core.cluster import INCARNATION
 from tensorcast_connector.errors import Compacted, ConfigError, NotFound, Unavailable
-from tensorcast_connector.store import sqlite_kv
+from tensorcast_connector.store import sqlite_file, sqlite_kv
 from tensorcast_connector.store.incarnation import ensure_incarnation
 from tensorcast_connector.store.kv import Compare, Delete, Event, KeyValue, Put
 from tensorcast_connector.store.sqlite_kv import SqliteKv
@@ -293,7 +293,7 @@ async def test_a_file_of_schema_1_is_brought_up_to_date(tmp_path: Path, clock: S
 
 async def test_a_range_reads_only_what_it_returns(kv: SqliteKv) -> None:
     for table, order in (("kv", "key"), ("history", "revision")):
-        where, values = sqlite_kv._under("a/")
+        where, values = sqlite_file.under("a/")
         plan = kv._db.execute(f"EXPLAIN QUERY PLAN SELECT * FROM {table} WHERE {where} ORDER BY {order}", values)
         if table == "kv":
             assert "SEARCH kv USING PRIMARY KEY (key>? AND key<?)" in str(plan.fetchall())

@@ -1,4 +1,4 @@
-"""Messages of the metadata plane as bytes: the layout is fixed, the first version's too, and the largest ones fit a frame."""
+"""Messages of the metadata plane as bytes: the layout is fixed, the former version's too, and the largest ones fit a frame."""
 
 import msgspec
 import pytest
@@ -21,15 +21,14 @@ from tensorcast_connector.wire.frames import FRAME_BODY_BYTES_MAX, Kind, encode_
 from tensorcast_connector.wire.messages import (
     PROTOCOL_VERSION,
     PROTOCOL_VERSION_MIN,
-    Announce,
     AskInventory,
     Fenced,
+    FindKeys,
     FindPages,
-    Locate,
-    Located,
     Message,
     PagesFound,
     Reported,
+    ReportKeys,
     ReportPages,
 )
 from tensorcast_connector.wire.store_messages import (
@@ -37,10 +36,8 @@ from tensorcast_connector.wire.store_messages import (
     Changes,
     ClaimShards,
     Entry,
-    InstanceRecord,
     KeepAlive,
     LeaseGranted,
-    Members,
     PutReplica,
     RegisterWorker,
     ReleaseShards,
@@ -56,11 +53,11 @@ store_decoder = msgspec.msgpack.Decoder(StoreRequest)
 
 # Rolling upgrades depend on it: a field may be added at the end and nothing else may change.
 LAYOUT: dict[str, tuple[Message, list[object]]] = {
-    "FindPages": (FindPages([1, 2], [b"k"]), [[1, 2], [b"k"]]),
+    "FindKeys": (FindKeys([1, 2], 3, b"keykey"), [[1, 2], 3, b"keykey"]),
     "PagesFound": (
         PagesFound([[], ["a/1"]], b"\1\0\0\0", [(2, 7, 9, "b/1")]), [[[], ["a/1"]], b"\1\0\0\0", [[2, 7, 9, "b/1"]]]),
-    "ReportPages": (
-        ReportPages("a/1", 5, [(1, 7, 9)], [1], [b"k"], [b"l"]), ["a/1", 5, [[1, 7, 9]], [1], [b"k"], [b"l"]]),
+    "ReportKeys": (
+        ReportKeys("a/1", 5, [(1, 7, 9)], [1], 1, b"k", b"l"), ["a/1", 5, [[1, 7, 9]], [1], 1, b"k", b"l"]),
     "Reported": (Reported([(1, 7, 9, "b/1")], [2]), [[[1, 7, 9, "b/1"]], [2]]),
     "AskInventory": (AskInventory("a/1", [(1, 7, 9)]), ["a/1", [[1, 7, 9]]]),
     "Fenced": (Fenced([(1, 7, 9, "b/1")]), [[[1, 7, 9, "b/1"]]]),
@@ -69,17 +66,17 @@ LAYOUT: dict[str, tuple[Message, list[object]]] = {
     "PutReplica": (
         PutReplica(ReplicaRecord("m", "a/1", "disk", 9), 5),
         [{"artifact_id": "m", "worker_id": "a/1", "tier": "disk", "bytes": 9}, 5]),
-    "Watch": (Watch(7, 9, 1000), [7, 9, 1000]),
-    "Changes": (Changes(7, 9, True, [Entry("k", b"v", 3)], ["d"]), [7, 9, True, [["Entry", "k", b"v", 3]], ["d"]]),
-    # the first version
-    "Locate": (Locate([b"k"]), [[b"k"]]),
-    "Located": (Located([["a/1"], []]), [[["a/1"], []]]),
-    "Announce": (Announce("a/1", True, [b"k"], []), ["a/1", True, [b"k"], []]),
+    "Watch": (Watch(7, 9, 1000, "k"), [7, 9, 1000, "k"]),
+    "Changes": (
+        Changes(7, 9, True, [Entry("k", b"v", 3)], ["d"], "j", True),
+        [7, 9, True, [["Entry", "k", b"v", 3]], ["d"], "j", True]),
+    # the former version
+    "FindPages": (FindPages([1, 2], [b"k"]), [[1, 2], [b"k"]]),
+    "ReportPages": (
+        ReportPages("a/1", 5, [(1, 7, 9)], [1], [b"k"], [b"l"]), ["a/1", 5, [[1, 7, 9]], [1], [b"k"], [b"l"]]),
     "KeepAlive": (KeepAlive(5), [5]),
     "Alive": (Alive(9), [9]),
     "LeaseGranted": (LeaseGranted(5, 9), [5, 9]),
-    "Members": (Members(9, [], [InstanceRecord("i", "a/1", "e", "m", "n")]), [9, [], [
-        {"instance_id": "i", "worker_id": "a/1", "engine": "e", "model": "m", "namespace": "n"}]]),
 }  # fmt: skip
 
 
@@ -100,11 +97,11 @@ def test_whoever_takes_a_message_reads_what_was_written(name: str) -> None:
     raise AssertionError("nobody takes it")
 
 
-def test_a_worker_of_the_first_version_has_the_basic_role() -> None:
+def test_a_worker_that_names_no_roles_has_the_basic_one() -> None:
     old = ["RegisterWorker", {"worker_id": "a/1", "name": "a", "address": "h:1", "arena_bytes": 5}, 6]
     got = store_decoder.decode(msgspec.msgpack.encode(old))
     assert got == RegisterWorker(WorkerRecord("a/1", "a", "h:1", 5, 1, ("basic",)), 6)
-    assert (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION) == (1, 2)
+    assert (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION) == (2, 3)
 
 
 def test_records_in_the_database_are_json_that_may_grow() -> None:
@@ -136,12 +133,15 @@ def test_indexes_are_little_endian_and_whole() -> None:
 
 def test_the_largest_messages_fit_into_a_frame() -> None:
     keys = [bytes([number % 256]) * KEY_BYTES_MAX for number in range(KEYS_PER_MESSAGE_MAX)]
+    packed, reported = b"".join(keys), b"".join(keys[:REPORT_KEYS_PER_MESSAGE])
     grants = [(shard, 2**40, 2**62) for shard in range(SHARDS_MAX)]
     moved = [(*grant, "x" * 256) for grant in grants]
     holders = [[f"worker-{number}/00000000"] * 3 for number in range(4096)]
     for message in (
+        FindKeys(list(range(SHARDS_MAX)), KEY_BYTES_MAX, packed),
         FindPages(list(range(SHARDS_MAX)), keys),
         PagesFound(holders, pack_indexes(range(KEYS_PER_MESSAGE_MAX)), moved),
+        ReportKeys("x" * 256, 2**62, grants, list(range(SHARDS_MAX)), KEY_BYTES_MAX, reported, b""),
         ReportPages("x" * 256, 2**62, grants, list(range(SHARDS_MAX)), keys[:REPORT_KEYS_PER_MESSAGE], []),
         AskInventory("x" * 256, grants),
     ):
@@ -153,9 +153,10 @@ def test_the_largest_messages_fit_into_a_frame() -> None:
 BROKEN = {
     "a grant of two": ["AskInventory", "a/1", [[1, 7]]],
     "a grant of four": ["AskInventory", "a/1", [[1, 7, 9, 9]]],
-    "text for a number": ["ReportPages", "a/1", "5", [], [], [], []],
+    "text for a number": ["ReportKeys", "a/1", "5", [], [], 4, b"", b""],
+    "a list for packed keys": ["FindKeys", [0], 1, [b"k"]],
     "text for a key": ["FindPages", [0], ["k"]],
-    "a missing field": ["ReportPages", "a/1", 5, [], [], []],
+    "a missing field": ["ReportKeys", "a/1", 5, [], [], 4, b""],
     "a message of the store": ["Watch", 1, 2, 3],
     "a reply": ["Fenced", []],
 }

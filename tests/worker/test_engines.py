@@ -17,14 +17,14 @@ from tensorcast_connector.wire.messages import (
     Acquired,
     AttachInstance,
     Commit,
+    FindPages,
     GetStatistics,
-    Locate,
-    Located,
     Lookup,
     LookupResult,
     MapArena,
     Message,
     Ok,
+    PagesFound,
     Reserve,
     Reserved,
     Statistics,
@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[Message, type[TensorcastError], str]] = {
     "negative": (Reserve(SPACE, KEYS, -1), ProtocolError, "a page of -1 bytes"),
     "larger than the arena": (Reserve(SPACE, KEYS, 5 * MIB), ProtocolError, "a page of 5242880 bytes"),
     "digests missing": (Commit(SPACE, KEYS, [1]), ProtocolError, "6 pages but 1 digests"),
-    "a peer's message": (Locate(KEYS), ProtocolError, "not understood"),
+    "a peer's message": (FindPages([], KEYS), ProtocolError, "not understood"),
 }  # fmt: skip
 
 
@@ -174,7 +174,7 @@ async def test_what_a_worker_refuses_its_peers(cluster: Cluster) -> None:
 
         await peer.call(Fetch([b"x"]), Ok, T)
     with pytest.raises(Exhausted, match="65537 keys"):
-        await peer.call(Locate([b"x"] * 65_537), Located, T)
+        await peer.call(FindPages([], [b"x"] * 65_537), PagesFound, T)
     values = (await peer.call(GetStatistics(), Statistics, T)).values
     assert values["shards_held"] == 0 == values["pages"], "there is no store"
     await peer.close()

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from tensorcast_connector.core.homes import Homes
 from tensorcast_connector.net.metrics_server import Family, MetricsListener, serve_metrics
 from tensorcast_connector.types import Address, Token, page_key
-from tensorcast_connector.wire.messages import AttachInstance, Ok
+from tensorcast_connector.wire.messages import PROTOCOL_VERSION, AttachInstance, Ok
 from tensorcast_connector.worker import metrics
 from tensorcast_connector.worker.metrics import WorkerMetrics
 from tensorcast_connector.worker.server import Worker
@@ -58,7 +58,7 @@ async def test_a_worker_exports_what_is_documented(cluster: Cluster, serve: Serv
     a._sampler._signals.network = 0.5  # type: ignore[union-attr]  # no link of a test has a speed
     found = await scrape(await serve(a))
     assert found.labels(W + "info") == [
-        {"worker_id": a.worker_id, "roles": "basic,shard-home", "protocol": "2"},
+        {"worker_id": a.worker_id, "roles": "basic,shard-home", "protocol": str(PROTOCOL_VERSION)},
     ]
     check_documented(found, "Worker", W)
 

@@ -1,4 +1,4 @@
-"""What a worker answers other workers: redirects, fences, refusals, peers of the first protocol version, and false claims."""
+"""What a worker answers other workers: redirects, fences, refusals, peers of the former protocol version, and false claims."""
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -6,32 +6,34 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import msgspec
 import pytest
 
-from tensorcast_connector.config import KEYS_PER_MESSAGE_MAX
+from tensorcast_connector.config import KEY_BYTES_MAX, KEYS_PER_MESSAGE_MAX
 from tensorcast_connector.core import leases
 from tensorcast_connector.core.cluster import shard_key
+from tensorcast_connector.core.metadata import Metadata
 from tensorcast_connector.core.placement import shard_of
 from tensorcast_connector.errors import Exhausted, ProtocolError, TensorcastError, Unavailable
+from tensorcast_connector.net import rpc
 from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.store.kv import Put
 from tensorcast_connector.types import page_key
 from tensorcast_connector.wire.codec import unpack_indexes
 from tensorcast_connector.wire.messages import (
-    Announce,
+    PROTOCOL_VERSION,
     AskInventory,
     Fenced,
+    FindKeys,
     FindPages,
     Hello,
-    Locate,
-    Located,
     Message,
-    Ok,
     PagesFound,
     Reported,
+    ReportKeys,
     ReportPages,
 )
 from tensorcast_connector.wire.store_messages import ShardRecord
 from tensorcast_connector.worker.server import Worker
-from tests.cluster import SHARDS, SPACE, Cluster, T, hashes, plane
+from tests.cluster import SHARDS, SPACE, Cluster, T, hashes, located, plane
+from tests.core.made import find, report
 from tests.waiting import until
 
 KEYS = hashes(SHARDS)
@@ -45,9 +47,9 @@ async def connect(cluster: Cluster) -> AsyncIterator[Connect]:
     """A connection to a worker under any name, of any protocol version."""
     clients: list[RpcClient] = []
 
-    async def connect(worker: Worker, name: str = "somebody/1", version: int = 2) -> RpcClient:
+    async def connect(worker: Worker, name: str = "somebody/1", version: int = PROTOCOL_VERSION) -> RpcClient:
         client = RpcClient(cluster.network, worker.address, "worker", name, cluster.chance)
-        client._hello = Hello(1, version, "worker", name)
+        client._hello = Hello(2, version, "worker", name)
         clients.append(client)
         client.start()
         await client.wait_connected(T)
@@ -80,7 +82,7 @@ async def test_a_home_answers_for_its_shards_and_says_who_has_the_others(cluster
     await cluster.settled()
     for worker in (a, b):
         client = await connect(worker)
-        reply = await client.call(FindPages(ALL, PAGES), PagesFound, T)
+        reply = await client.call(find(ALL, PAGES), PagesFound, T)
         found = [reply.holders[index] for index in unpack_indexes(reply.which)]
         mine = {shard for shard in ALL if cluster.at(shard) is worker}
         assert found == [[a.worker_id] if shard in mine else [] for shard in ALL]
@@ -108,13 +110,13 @@ async def test_a_caller_that_the_store_tells_nothing_is_redirected_and_reports_t
     await until(lambda: plane(stale).member.store_error)
     await move(cluster, shard, new)
     await until(lambda: shard in plane(new).catalog.held and shard not in plane(former).catalog.held)
-    await until(lambda: plane(new).catalog.locate([page])[0] == [[], [former.worker_id]])
+    await until(lambda: located(new, page) == {former.worker_id})
     assert plane(stale).view.shards[shard].worker_id == former.worker_id, "it has not heard of it"
     await at_stale.finds([key])
     assert await at_stale.load([key]) == 1
     known = plane(stale).homes
     assert (known.home(shard), known.token(shard)) == (new.worker_id, plane(new).leases.held[shard])
-    await until(lambda: set(plane(new).catalog.locate([page])[0][-1]) == {former.worker_id, stale.worker_id})
+    await until(lambda: located(new, page) == {former.worker_id, stale.worker_id})
 
 
 async def test_a_former_home_takes_no_reports_and_knows_who_does(
@@ -130,9 +132,9 @@ async def test_a_former_home_takes_no_reports_and_knows_who_does(
     now = plane(b).leases.held[shard]
     assert now > before
     client = await connect(a, b.worker_id)
-    late = ReportPages(b.worker_id, 10**9, [(shard, *before)], [shard], [PAGES[shard]], [])
+    late = report(b.worker_id, 10**9, [(shard, *before)], [shard], [PAGES[shard]])
     assert await client.call(late, Reported, T) == Reported([(shard, *now, b.worker_id)], [])
-    assert plane(a).catalog.locate([PAGES[shard]])[0] == [[]]
+    assert located(a, PAGES[shard]) == set()
 
 
 async def test_a_former_home_that_asks_for_inventories_is_told_that_it_is_none(
@@ -149,20 +151,33 @@ async def test_a_former_home_that_asks_for_inventories_is_told_that_it_is_none(
 
 # --- what is refused ---
 
+MANY = KEYS_PER_MESSAGE_MAX + 1
+SIZES = f"a page key has 1 to {KEY_BYTES_MAX} bytes"
 REFUSED: dict[str, tuple[Message, type[TensorcastError], str]] = {
-    "a report for another": (ReportPages("b/1", 1, [], [], [], []), ProtocolError, "'somebody/1' speaks for 'b/1'"),
+    "a report for another": (report("b/1", 1, []), ProtocolError, "'somebody/1' speaks for 'b/1'"),
     "an ask for another": (AskInventory("b/1", []), ProtocolError, "'somebody/1' speaks for 'b/1'"),
     "a report of a stranger": (
-        ReportPages("somebody/1", 1, [(0, 1, 1)], [], [b"k"], []), Unavailable, "somebody/1 is not known here yet"),
-    "an empty key": (FindPages([0], [b"k", b""]), ProtocolError, "a page key is not empty"),
-    "an empty key in the first version": (Locate([b""]), ProtocolError, "a page key is not empty"),
-    "an empty key that is new": (ReportPages("somebody/1", 1, [], [], [b""], []), ProtocolError, "a page key is not empty"),
-    "an empty key that is gone": (ReportPages("somebody/1", 1, [], [], [], [b""]), ProtocolError, "a page key is not empty"),
-    "too many keys": (
-        FindPages([0], [b"k"] * (KEYS_PER_MESSAGE_MAX + 1)), Exhausted, "65537 keys in one request; the limit is 65536"),
-    "too many keys in the first version": (
-        Locate([b"k"] * (KEYS_PER_MESSAGE_MAX + 1)), Exhausted, "65537 keys in one request; the limit is 65536"),
+        report("somebody/1", 1, [(0, 1, 1)], added=[b"k"]), Unavailable, "somebody/1 is not known here yet"),
+    "half a key": (FindKeys([0], 4, b"123456"), ProtocolError, "6 bytes are no whole number of page keys of 4 bytes"),
+    "keys of no length": (FindKeys([0], 0, b"123456"), ProtocolError, "6 bytes are no whole number of page keys of 0 bytes"),
+    "keys of less": (FindKeys([0], -6, b"123456"), ProtocolError, "6 bytes are no whole number of page keys of -6 bytes"),
+    "a key that is none of an engine": (FindKeys([0], 257, b"k" * 257), ProtocolError, SIZES),
+    "a long key that is new": (
+        ReportKeys("somebody/1", 1, [], [], 300, b"k" * 300, b""), ProtocolError, SIZES),
+    "half a key that is new": (
+        ReportKeys("somebody/1", 1, [], [], 4, b"12345", b""), ProtocolError, "5 bytes are no whole number of page keys"),
+    "half a key that is gone": (
+        ReportKeys("somebody/1", 1, [], [], 4, b"", b"12345"), ProtocolError, "5 bytes are no whole number of page keys"),
+    "too many keys": (FindKeys([0], 1, b"k" * MANY), Exhausted, "65537 keys in one request; the limit is 65536"),
     "too many keys in a report": (
+        ReportKeys("somebody/1", 1, [], [], 1, b"k" * KEYS_PER_MESSAGE_MAX, b"k"), Exhausted, "65537 keys"),
+    # the former version
+    "an empty key": (FindPages([0], [b"k", b""]), ProtocolError, SIZES),
+    "a long key in a list": (FindPages([0], [b"k", b"k" * 257]), ProtocolError, SIZES),
+    "an empty key that is new": (ReportPages("somebody/1", 1, [], [], [b""], []), ProtocolError, SIZES),
+    "an empty key that is gone": (ReportPages("somebody/1", 1, [], [], [], [b""]), ProtocolError, SIZES),
+    "too many keys in a list": (FindPages([0], [b"k"] * MANY), Exhausted, "65537 keys in one request; the limit is 65536"),
+    "too many keys in a list of a report": (
         ReportPages("somebody/1", 1, [], [], [b"k"] * KEYS_PER_MESSAGE_MAX, [b"k"]), Exhausted, "65537 keys"),
 }  # fmt: skip
 
@@ -179,7 +194,7 @@ async def test_what_is_refused_in_one_line_and_the_connection_goes_on(
     with pytest.raises(kind, match=why) as error:
         await client.call(message, Message, T)
     assert type(error.value) is kind and "\n" not in str(error.value)
-    assert isinstance(await client.call(FindPages([], []), PagesFound, T), PagesFound)
+    assert isinstance(await client.call(find([], []), PagesFound, T), PagesFound)
     assert client.connected and not [each for each in caplog.records if each.levelno >= logging.WARNING]
     assert plane(worker).catalog.pages == 0
 
@@ -188,38 +203,68 @@ async def test_shards_that_do_not_exist_harm_nothing(cluster: Cluster, connect: 
     (a, b), _ = await cluster.pair()
     client = await connect(a, b.worker_id)
     odd = [-1, SHARDS, 2**40]
-    assert (await client.call(FindPages(odd, []), PagesFound, T)).moved == [(each, 0, 0, "") for each in odd]
-    report = ReportPages(b.worker_id, 10**9, [(each, 9, 9) for each in odd], odd, [b"k"], [])
-    assert (await client.call(report, Reported, T)).moved == [(each, 0, 0, "") for each in odd]
+    assert (await client.call(find(odd, []), PagesFound, T)).moved == [(each, 0, 0, "") for each in odd]
+    claim = report(b.worker_id, 10**9, [(each, 9, 9) for each in odd], odd, [b"k"])
+    assert (await client.call(claim, Reported, T)).moved == [(each, 0, 0, "") for each in odd]
     ask = AskInventory(b.worker_id, [(each, 9, 9) for each in odd])
     assert (await client.call(ask, Fenced, T)).shards == [(each, 0, 0, "") for each in odd]
     cluster.check()
 
 
-# --- the first protocol version ---
+# --- the former protocol version ---
 
 
-async def test_peers_of_the_first_version_are_told_what_the_homes_know(cluster: Cluster, connect: Connect) -> None:
-    """Whichever worker they take for the home."""
+async def test_lookups_and_reports_of_the_former_version_are_answered_the_same(
+    cluster: Cluster, connect: Connect
+) -> None:
+    """Also with keys of several lengths in one list."""
     (a, b), (at_a, at_b) = await cluster.pair()
     await at_a.save(KEYS[:6])
     await at_b.save(KEYS[2:4])
     await cluster.settled()
-    for worker in (a, b):
-        client = await connect(worker, "old/1", version=1)
-        reply = await client.call(Locate(PAGES), Located, T)
+    odd = [b"an odd key" + bytes([shard]) for shard in ALL]
+    for worker, other in ((a, b), (b, a)):
+        client = await connect(worker, other.worker_id, version=2)
+        assert client.version == 2
+        mixed = [key for pair in zip(PAGES, odd, strict=True) for key in pair]
+        reply = await client.call(FindPages(ALL, mixed), PagesFound, T)
+        assert reply.moved == (await client.call(find(ALL, PAGES), PagesFound, T)).moved
+        found = [set(reply.holders[index]) for index in unpack_indexes(reply.which)]
         one, both = {a.worker_id}, {a.worker_id, b.worker_id}
-        assert [set(who) for who in reply.workers] == [one, one, both, both, one, one, set(), set()]
-        assert await client.call(Locate([]), Located, T) == Located([])
+        expected = [one, one, both, both, one, one, set(), set()]
+        mine = plane(worker).catalog.held
+        assert found[::2] == [expected[shard] if shard in mine else set() for shard in ALL]
+        assert not any(found[1::2])
+        grants = [(shard, *token) for shard, token in mine.items()]
+        claim = ReportPages(other.worker_id, 10**9, grants, [], odd, [PAGES[shard] for shard in mine])
+        assert await client.call(claim, Reported, T) == Reported([], [])
+        reply = await client.call(FindPages(list(mine), mixed), PagesFound, T)
+        found = [set(reply.holders[index]) for index in unpack_indexes(reply.which)]
+        assert [other.worker_id in each for each in found[1::2]] == [shard in mine for shard in ALL]
+        assert not any(other.worker_id in each for each in found[::2])
 
 
-async def test_what_a_peer_of_the_first_version_announces_is_acknowledged_and_nothing_else(
-    cluster: Cluster, connect: Connect
+async def test_a_home_of_the_former_version_is_told_and_asked_in_its_words(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (a, _), _ = await cluster.pair()
-    client = await connect(a, "old/1", version=1)
-    assert await client.call(Announce("old/1", True, PAGES, []), Ok, T) == Ok()
-    assert (await client.call(Locate(PAGES), Located, T)).workers == [[]] * SHARDS
+    heard: dict[str, set[type[Message]]] = {"a": set(), "b": set()}
+    serve = Metadata.serve
+
+    def listening(self: Metadata, message: Message, now: float) -> Message:
+        heard[self.worker_id[0]].add(type(message))
+        return serve(self, message, now)
+
+    monkeypatch.setattr(Metadata, "serve", listening)
+    monkeypatch.setattr(rpc, "PROTOCOL_VERSION", 2)
+    (a, b), (at_a, at_b) = await cluster.pair()
+    assert {client.version for worker in (a, b) for client in worker.peers._clients.values()} == {2}
+    await at_a.save(KEYS)
+    await at_b.finds(KEYS)
+    assert await at_b.load(KEYS) == SHARDS
+    assert heard["a"] >= {FindPages, ReportPages, ReportKeys} and FindKeys not in heard["a"], (
+        "b looked pages up, a did not"
+    )
+    assert heard["b"] >= {FindKeys, ReportPages, ReportKeys} and FindPages not in heard["b"]
 
 
 # --- false claims ---
@@ -250,6 +295,6 @@ async def test_a_claim_of_a_page_in_another_shard_is_not_listed(cluster: Cluster
     mine, other = (next(iter(plane(worker).leases.held)) for worker in (a, b))
     client = await connect(a, b.worker_id)
     token = plane(a).leases.held[mine]
-    report = ReportPages(b.worker_id, 10**9, [(mine, *token)], [], [PAGES[mine], PAGES[other]], [])
-    assert await client.call(report, Reported, T) == Reported([], [])
+    claim = report(b.worker_id, 10**9, [(mine, *token)], [], [PAGES[mine], PAGES[other]])
+    assert await client.call(claim, Reported, T) == Reported([], [])
     assert plane(a).catalog.pages == 1 and shard_of(PAGES[mine], SHARDS) == mine

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from tensorcast_connector.config import CLAIM_RETRY_S, SHARDS_SETTLED_AFTER_S
 from tensorcast_connector.core.metadata import Metadata
 from tensorcast_connector.errors import Unavailable
-from tensorcast_connector.types import WorkerId
+from tensorcast_connector.types import Token, WorkerId
 from tensorcast_connector.wire.store_messages import WorkerRecord
 from tensorcast_connector.worker import state_log
-from tensorcast_connector.worker.recorder import unrecorded
+from tensorcast_connector.worker.recorder import Recorder, unrecorded
 from tensorcast_connector.worker.state_log import StateLog
 from tests.cluster import Cluster, plane
 from tests.waiting import until
@@ -24,19 +25,15 @@ def told(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
     return [vars(each) for each in caplog.records if getattr(each, "event", "") == event]
 
 
-async def test_joined_shards_and_the_store_lost_and_back(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+async def test_joined_shards_and_the_store_lost_and_back(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO, LOGGER)
+    monkeypatch.setattr(state_log, "SHARDS_SETTLED_AFTER_S", 0.02)
     (a, b), _ = await cluster.pair()
     ids = {a.worker_id, b.worker_id}
     assert sorted(line["worker_id"] for line in told(caplog, "joined")) == sorted(ids)
-    for worker in (a, b):
-        held = set()
-        for line in told(caplog, "shards"):
-            if line["worker_id"] == worker.worker_id:
-                assert not held & set(line["gained"]) and set(line["lost"]) <= held
-                held = held - set(line["lost"]) | set(line["gained"])
-                assert line["held"] == len(held)
-        assert held == set(plane(worker).leases.held)
+    await until(lambda: {line["worker_id"] for line in told(caplog, "shards")} == ids)
     for number in (1, 2):
         await cluster.lose_store()
         await until(lambda number=number: len(told(caplog, "store-lost")) == 2 * number)
@@ -99,6 +96,72 @@ def test_only_one_long_absence_counts(caplog: pytest.LogCaptureFixture) -> None:
     assert told_at(2.7, False) == told_at(9.0, False) == ["peer-unreachable"]
     assert told_at(9.3, True) == told_at(12.0, True) == ["peer-unreachable", "peer-reachable"]
     assert told_at(13.0, False) == told_at(13.9, False) == ["peer-unreachable", "peer-reachable"]
+
+
+class Holding:
+    """A StateLog whose worker holds what the test says."""
+
+    def __init__(self) -> None:
+        self.metadata = Metadata(WorkerRecord("a/1", "a", "h:1", 1), Pages())
+        self.recorder = Recorder(lambda: 0.0, lambda: 0.0)
+        self.log = StateLog(self.metadata, self.recorder.record)
+
+    def at(self, now: float, *shards: int) -> None:
+        """These are held when the log is looked at."""
+        self.metadata.leases.held = dict.fromkeys(shards, Token(1, 1))
+        self.log.tell({}, "s:1", now)
+
+    def story(self) -> list[str]:
+        return [line.split("  ")[1] for line in self.recorder.lines("")]
+
+
+def test_shards_that_come_and_go_are_one_line_when_they_have_settled(caplog: pytest.LogCaptureFixture) -> None:
+    assert SHARDS_SETTLED_AFTER_S > CLAIM_RETRY_S, "the time between two parts of a handover"
+    caplog.set_level(logging.INFO, LOGGER)
+    worker = Holding()
+    worker.at(0.0)
+    worker.at(1.0, 0, 1)
+    worker.at(2.0, 0, 1, 2, 3)
+    worker.at(3.0, 1, 2, 3)
+    worker.at(4.9, 1, 2, 3)
+    assert not told(caplog, "shards")
+    assert worker.story() == [
+        "shards gained a/1, shards 0-1",
+        "shards gained a/1, shards 2-3",
+        "shards lost a/1, shards 0",
+    ]
+    worker.at(5.0, 1, 2, 3)
+    worker.at(90.0, 1, 2, 3)
+    [line] = told(caplog, "shards")
+    assert (line["gained"], line["lost"], line["held"]) == ([1, 2, 3], [], 3)
+    assert line["message"] == "home of 3 shards of 0 (3 gained)"
+    worker.at(100.0, 3, 4)
+    worker.at(102.0, 3, 4)
+    [_, line] = told(caplog, "shards")
+    assert (line["gained"], line["lost"], line["held"]) == ([4], [1, 2], 2)
+    assert line["message"] == "home of 2 shards of 0 (1 gained, 2 lost)"
+    assert (worker.log.counters["shards_gained"], worker.log.counters["shards_lost"]) == (5, 3)
+    assert len(worker.story()) == 5
+
+
+def test_shards_that_are_soon_back_are_in_the_story_only(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    worker = Holding()
+    worker.at(0.0, 1)
+    worker.at(5.0, 1)
+    worker.at(6.0)
+    worker.at(7.0, 1)
+    worker.at(50.0, 1)
+    assert [line["held"] for line in told(caplog, "shards")] == [1]
+    assert worker.story()[1:] == ["shards lost a/1, shards 1", "shards gained a/1, shards 1"]
+
+
+def test_shards_that_never_settle_are_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    worker = Holding()
+    for second in range(1, 200):
+        worker.at(float(second), *range(second))
+    assert [line["held"] for line in told(caplog, "shards")] == [61, 122, 183]
 
 
 class Pages:

@@ -26,16 +26,17 @@ from tensorcast_connector.net.transport import Listener, Network, Stream
 from tensorcast_connector.store.client import read_cluster
 from tensorcast_connector.types import Address
 from tensorcast_connector.wire.codec import PeerRequest, encode, unpack_indexes
+from tensorcast_connector.wire.keys import pack
 from tensorcast_connector.wire.messages import (
     AskInventory,
     Fenced,
-    FindPages,
+    FindKeys,
     Hello,
     Message,
     Ok,
     PagesFound,
     Reported,
-    ReportPages,
+    ReportKeys,
     ShardGrant,
 )
 from tensorcast_connector.wire.store_messages import KeepAlive, LeaseGranted, RegisterWorker, RevokeLease, WorkerRecord
@@ -102,7 +103,9 @@ class Member:
 
     async def report(self, added: list[bytes], removed: list[bytes], reset: list[int] | None = None) -> None:
         """See Index."""
-        report = ReportPages(self._id, next(self._numbers), self.grants, reset or [], added, removed)
+        fresh, gone = pack(added), pack(removed)
+        size = fresh.key_bytes or gone.key_bytes
+        report = ReportKeys(self._id, next(self._numbers), self.grants, reset or [], size, fresh.packed, gone.packed)
         reply = await self.home.call(report, Reported, TIMEOUT_S)
         if reply.moved or reply.unknown:
             raise ValueError(f"the home did not take a report: {reply}")
@@ -131,7 +134,11 @@ class Client:
 
     async def find(self, keys: list[bytes]) -> PagesFound:
         """See Index."""
-        return await self._home.call(FindPages(self._shards, keys), PagesFound, TIMEOUT_S)
+        return await self._home.call(self._question(keys), PagesFound, TIMEOUT_S)
+
+    def _question(self, keys: list[bytes]) -> FindKeys:
+        packed = pack(keys)
+        return FindKeys(self._shards, packed.key_bytes, packed.packed)
 
     async def found(self, keys: list[bytes]) -> int:
         """See Index."""
@@ -140,7 +147,7 @@ class Client:
 
     async def sizes(self, keys: list[bytes]) -> dict[str, int]:
         """How many bytes the messages of this lookup have."""
-        return {"request": len(encode(FindPages(self._shards, keys))), "reply": len(encode(await self.find(keys)))}
+        return {"request": len(encode(self._question(keys))), "reply": len(encode(await self.find(keys)))}
 
     async def report(self, holder: int, added: list[bytes], removed: list[bytes]) -> None:
         """See Index."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tensorcast_connector.core import fingerprints
 from tensorcast_connector.core.leases import SHARD_HOME
 from tensorcast_connector.core.placement import shard_of
 
@@ -68,19 +69,30 @@ def _catalogs(workers: dict[str, Any]) -> str:
         for shard, listed in home.metadata.catalog.holdings().items():
             count = home.metadata.homes.shards
             there = {
-                other: {key for key in worker.pages.inventory() if shard_of(key, count) == shard}
+                other: [key for key in worker.pages.inventory() if shard_of(key, count) == shard]
                 for other, worker in workers.items()
             }
-            if listed != there:
-                return f"{name} lists {_counts(listed)} of shard {shard}, and there are {_counts(there)}"
+            names = {page: _name(key) for keys in there.values() for page, key in _by_fingerprint(keys).items()}
+            if listed != {other: set(_by_fingerprint(keys)) for other, keys in there.items()}:
+                has = {other: [names.get(page, f"{page:x}") for page in pages] for other, pages in listed.items()}
+                should = {other: list(map(_name, keys)) for other, keys in there.items()}
+                return f"{name} lists {_counts(has)} of shard {shard}, and there are {_counts(should)}"
     return ""
 
 
-def _counts(pages: dict[str, set[bytes]]) -> str:
-    return ", ".join(
-        f"{worker}: {' '.join(sorted(key[:1].decode() + str(key[-1]) for key in keys))}"
-        for worker, keys in sorted(pages.items())
-    )
+def _by_fingerprint(keys: list[bytes]) -> dict[int, bytes]:
+    """No two of them have the same, or the worlds would be too small to tell."""
+    found = dict(zip(fingerprints.of(keys).tolist(), keys, strict=True))
+    assert len(found) == len(keys)
+    return found
+
+
+def _name(key: bytes) -> str:
+    return key[:1].decode() + str(key[-1])
+
+
+def _counts(pages: dict[str, list[str]]) -> str:
+    return ", ".join(f"{worker}: {' '.join(sorted(names))}" for worker, names in sorted(pages.items()))
 
 
 def _leaks(workers: dict[str, Any]) -> str:

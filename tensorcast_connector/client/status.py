@@ -12,12 +12,7 @@ from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.net.transport import Network
 from tensorcast_connector.store.client import read_cluster
 from tensorcast_connector.types import Address, WorkerId
-from tensorcast_connector.wire.messages import (
-    GetSignals,
-    GetStory,
-    Signals,
-    Story,
-)
+from tensorcast_connector.wire.messages import GetSignals, GetStory, Signals, Story
 from tensorcast_connector.wire.store_messages import WorkerRecord
 
 
@@ -49,8 +44,16 @@ class ClusterStatus:
     read_at_s: float  # by the caller's clock, from before the store was asked
     workers: dict[WorkerId, WorkerStatus]
 
+    def shards_of(self, worker_id: str) -> list[int]:
+        """The shards whose home is that worker, as the store lists them."""
+        return sorted(shard for shard, holder in self.view.shards.items() if holder.worker_id == worker_id)
 
-class Observatory:
+    def homeless(self) -> list[int]:
+        """The shards that nobody is the home of."""
+        return [shard for shard in range(self.view.shard_count) if shard not in self.view.shards]
+
+
+class StatusReader:
     """Asks the store and the workers of one cluster.
 
     Args:
