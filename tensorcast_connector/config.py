@@ -1,6 +1,7 @@
 """Every limit and every configuration value, units last. The only module that reads the environment."""
 
 import difflib
+import math
 import os
 import re
 import tempfile
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from pathlib import Path
+from types import UnionType
 from typing import Any, TypeVar
 
 from tensorcast_connector.errors import ConfigError
@@ -47,6 +49,35 @@ FETCH_TIMEOUT_S = 10.0
 FIND_TIMEOUT_S = 0.25
 SOURCE_HINTS_MAX = 200_000
 
+# --- artifacts --------------------------------------------------------------------------------------------------------
+ARTIFACT_SPARE_BYTES = (
+    64 << 20
+)  # memory that a worker keeps allocated for the next artifact, at most an eighth of its limit
+ARTIFACT_SOURCES_MAX = 4  # workers from which one artifact is fetched at once
+ARTIFACT_TIMEOUT_S = 120.0  # for what may have to fetch one
+RECORDS_BYTES_MAX = 64 << 10  # of one record in the store
+TENANT = "default"  # of a caller who names none
+READ_PART_BYTES = 16 << 20  # of an artifact that is read from another host, in one request
+PUT_THREADS = 2  # that copy and digest what is put: memory is not faster for more
+UPLOAD_PART_BYTES = 4 << 20  # of an artifact that is put from another host, in one request
+FILE_HEADER_BYTES_MAX = 100 << 20  # of a safetensors file
+SAVE_PART_BYTES = 64 << 20  # of an artifact that is written to a file, in memory at once
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+PLAN_STEPS_MAX = 1000
+PLAN_BYTES_MAX = 512 << 10  # of a plan's record, results included
+PLAN_DEADLINE_S = 60.0  # of a plan that is given none
+PLAN_DEADLINE_MAX_S = 3000
+PLAN_CONCURRENCY = 16  # steps that run at once, unless told
+PLAN_RECORD_TTL_S = 600  # how long a plan's outcome is remembered
+PLAN_FOLLOW_INTERVAL_S = 0.1  # how often a plan of another gateway is looked at for a caller who waits
+PLAN_ORPHANS_DELAY_MAX_S = 0.5  # after a gateway has gone the others look for its plans, at different times
+PLAN_ORPHANS_INTERVAL_S = 30.0  # and so often in any case
+PLAN_LEASE_SHARED_S = 60  # plans that begin within so long keep their records under one lease
+PLAN_RETRY_DELAY_MIN_S = 0.05
+PLAN_RETRY_DELAY_MAX_S = 2.0
+LEDGER_PLANS_MAX = 10_000  # whose steps an executor remembers
+
 # --- signals, metrics, stories ----------------------------------------------------------------------------------------
 SIGNALS_INTERVAL_S = 1.0  # how often a worker measures itself
 SIGNALS_TIMEOUT_S = 2.0  # how long `tensorcast status` waits for each worker, all at once
@@ -58,6 +89,14 @@ STORY_EVENTS_MAX = 20_000  # about 200 bytes each
 STORY_KEYS_MAX = 400_000  # that all kept events name together; at most 100 bytes each, and mostly shared
 STORY_LINES_MAX = 1000  # in one answer
 STORY_PREFIX_DIGITS_MIN = 4  # of a block hash; shorter words are names
+
+# --- tensorcast doctor ------------------------------------------------------------------------------------------------
+DOCTOR_CLOCK_WARNING_S = 2.0  # between a worker's clock and ours
+DOCTOR_CLOCK_PROBLEM_S = 60.0  # then deadlines of plans end long before or after their time
+DOCTOR_SIGNALS_AGE_S = 10.0  # a worker measures itself every second
+DOCTOR_OPEN_FILES_MIN = 4096  # connections of both listeners, and artifacts
+DOCTOR_DISK_WARNING_BYTES = 1 << 30
+DOCTOR_DISK_PROBLEM_BYTES = 64 << 20
 
 # --- shard homes ------------------------------------------------------------------------------------------------------
 SHARDS = 64  # a power of two up to 256: a page's shard is taken from one byte of its block hash
@@ -79,6 +118,7 @@ ASK_INVENTORY_INTERVAL_S = 1.0
 PUMP_INTERVAL_MAX_S = 1.0
 
 # --- store ------------------------------------------------------------------------------------------------------------
+LEASE_TTL_MAX_S = 3600
 MEMBER_TTL_S = 6  # whole seconds, as etcd's leases
 HEARTBEAT_INTERVAL_S = 1.0
 STORE_TIMEOUT_S = 2.0
@@ -93,11 +133,13 @@ EXPIRY_RETRY_S = 1.0  # how often leases are tried to be ended while the disk is
 ETCD_CONNECT_TIMEOUT_S = 0.5  # then the next endpoint is tried
 ETCD_PROBE_INTERVAL_S = 1.0  # also how long the endpoint that is followed may take to answer
 WATCH_WAIT_S = 10.0  # a watch with nothing to tell is answered after so long
+WATCH_NOTHING_S = 0.05  # and so long after the revision has risen by what is nothing to watchers
 
 # --- engine plugin ----------------------------------------------------------------------------------------------------
 LOOKUP_DEADLINE_S = 0.5
 LOAD_TIMEOUT_S = 20.0
 SAVE_TIMEOUT_S = 20.0
+INSTANCE_REPORT_INTERVAL_S = 1.0  # how often an engine says how it is doing
 SAVE_BACKLOG_BLOCKS_MAX = 4096  # pinned blocks waiting to be copied; beyond it new blocks are not saved
 
 # A side that is given up has had at least one whole ping to answer.
@@ -211,6 +253,10 @@ class StoreConfig:
     etcd: str = ""  # HOST:PORT of one member, or several with commas: the database is this etcd, and not a folder
     etcd_prefix: str = "tensorcast/"  # of every key there; several clusters can share an etcd
     shards: int = 0  # into how many the pages of a new cluster are cut; 0: SHARDS, or what an existing one has
+    token_file: str = ""  # these four as in docs/security.md
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
 
     def __post_init__(self) -> None:
         if self.shards and (self.shards < 0 or self.shards > SHARDS_MAX or self.shards & (self.shards - 1)):
@@ -255,7 +301,13 @@ class WorkerConfig:
     advertise: str = ""  # what other workers dial; the listening address unless told
     socket: str = ""  # for engines on this host; <runtime dir>/<name>.sock unless told
     arena_bytes: int = 1 << 30
+    artifact_bytes: int = 1 << 30  # what artifacts (weights and other named tensors) may have; allocated when needed
+    page_age_max_s: float = 0  # a page is evicted so long after it was saved or fetched here; 0: when room is needed
     roles: str = ",".join(ROLES)
+    token_file: str = ""  # these four as in docs/security.md
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
     metrics: str = ""  # HOST:PORT for Prometheus, see docs/metrics.md; none unless told
 
     def __post_init__(self) -> None:
@@ -263,12 +315,16 @@ class WorkerConfig:
             raise ConfigError(
                 f"arena={self.arena_bytes} bytes is below the least size of {ARENA_BYTES_MIN} bytes (1MiB)"
             )
+        if not 0 <= self.page_age_max_s < math.inf:
+            raise ConfigError(f"page_age_max_s={self.page_age_max_s}: seconds above 0, or 0 for no limit")
 
 
 T = TypeVar("T")
-_EXPECTED: dict[str, tuple[type, str]] = {
+_EXPECTED: dict[str, tuple[type | UnionType, str]] = {
     "arena_bytes": (int, 'a size, for example "4GiB"'),
+    "artifact_bytes": (int, 'a size, for example "4GiB"'),
     "shards": (int, "a number"),
+    "page_age_max_s": (int | float, "seconds"),
 }
 
 
@@ -297,52 +353,9 @@ def config_from_file(
             raise unknown_key(key, names, f"config file {path}")
         if refused and key in refused:
             raise ConfigError(f"config file {path}: {key}={value!r}: {refused[key]}")
-        if key == "arena_bytes" and isinstance(value, str):
+        if key.endswith("_bytes") and isinstance(value, str):
             value = raw[key] = parse_size(value, f"config file {path}: {key}")
         expected, what = _EXPECTED.get(key, (str, "text in quotes"))
         if not isinstance(value, expected) or isinstance(value, bool):
             raise ConfigError(f"config file {path}: {key}={value!r} should be {what}")
     return kind(**{**raw, **{key: value for key, value in overrides.items() if value is not None}})
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectorConfig:
-    """`kv_connector_extra_config` of the vLLM connector."""
-
-    worker: str
-    tenant: str = "default"
-    weight_version: str = ""  # a declared version; the content digest of the weight files unless told
-    lookup_deadline_s: float = LOOKUP_DEADLINE_S
-    save_decode: bool = True  # also save blocks filled by generated tokens
-    min_load_blocks: int = 1  # shorter hits are recomputed
-
-    @classmethod
-    def from_extra(cls, extra: Mapping[str, Any]) -> "ConnectorConfig":
-        """Checked configuration.
-
-        Raises:
-            ConfigError: missing worker, unknown key, or a value of the wrong type or range.
-        """
-        where = "kv_connector_extra_config"
-        types: dict[str, tuple[type, ...]] = {
-            "worker": (str,), "tenant": (str,), "weight_version": (str,), "lookup_deadline_s": (int, float),
-            "save_decode": (bool,), "min_load_blocks": (int,),
-        }  # fmt: skip
-        for key, value in extra.items():
-            if key not in types:
-                raise unknown_key(key, types, where)
-            if not isinstance(value, types[key]) or (isinstance(value, bool) and bool not in types[key]):
-                raise ConfigError(f"{where}: {key}={value!r} should be a {types[key][-1].__name__}")
-        if not extra.get("worker"):
-            raise ConfigError(
-                f'{where}: "worker" is missing; give the address of this host\'s worker, for example '
-                '{"worker": "unix:/run/tensorcast/worker.sock"} (tensorcast up prints it)'
-            )
-        if parse_address(extra["worker"], f"{where}: worker").scheme != "unix":
-            raise ConfigError(
-                f"{where}: worker={extra['worker']!r} must be a Unix socket (unix:/path): the arena is shared memory of one host"
-            )
-        config = cls(**extra)
-        if not config.lookup_deadline_s > 0 or config.min_load_blocks < 1:
-            raise ConfigError(f"{where}: lookup_deadline_s must be above 0 and min_load_blocks at least 1")
-        return config

@@ -17,6 +17,18 @@ class ConfigError(TensorcastError):
     code = "config"
 
 
+class InvalidArgument(TensorcastError):
+    """The caller asked for what cannot be. The message names the tensor, name or step. Never retried."""
+
+    code = "invalid"
+
+
+class Unauthorized(TensorcastError):
+    """The token is missing or wrong, or does not allow this. Nothing was done, and nothing was told."""
+
+    code = "unauthorized"
+
+
 class ProtocolError(TensorcastError):
     """Bytes or messages that break the protocol. The connection they came from is closed."""
 

@@ -7,8 +7,12 @@ cluster/workers/WORKER              WorkerRecord, under the lease of that worker
 cluster/instances/INSTANCE          InstanceRecord, under the lease of its worker
 cluster/shards/SHARD                ShardRecord, under the lease of its home; its revision is the fencing token's
 cluster/replicas/ARTIFACT/WORKER    ReplicaRecord, under the lease of its worker
+cluster/artifacts/TENANT/ARTIFACT/OWNER   ArtifactRecord; OWNER is a lease, under which it is, or "system"
+cluster/names/TENANT/NAME           NameRecord, as the artifact it points to
+cluster/disabled/WHAT               an instance, a model or a namespace that is to serve without the pool; the value is a note
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import msgspec
@@ -18,9 +22,11 @@ from tensorcast_connector.core.placement import valid_shard_count
 from tensorcast_connector.errors import ProtocolError
 from tensorcast_connector.types import InstanceId, Token, WorkerId
 from tensorcast_connector.wire.store_messages import (
+    ArtifactRecord,
     Changes,
     Entry,
     InstanceRecord,
+    NameRecord,
     ReplicaRecord,
     ShardRecord,
     Watch,
@@ -35,11 +41,19 @@ WORKERS = "cluster/workers/"
 INSTANCES = "cluster/instances/"
 SHARDS = "cluster/shards/"
 REPLICAS = "cluster/replicas/"
+ARTIFACTS = "cluster/artifacts/"
+NAMES = "cluster/names/"
+DISABLED = "cluster/disabled/"
+CALLERS = "callers/"  # TENANT/LEASE: the leases of callers; nobody watches them
+PLANS = "plans/"  # TENANT/KEY/: PlanRecord (core/plan.py); nobody watches them
+PLAN_MARKERS = "running/"  # DIGEST: who runs which plan, so that those of a gateway that has gone are found
 
 decode_worker = msgspec.json.Decoder(WorkerRecord).decode
 decode_instance = msgspec.json.Decoder(InstanceRecord).decode
 decode_shard = msgspec.json.Decoder(ShardRecord).decode
 decode_replica = msgspec.json.Decoder(ReplicaRecord).decode
+decode_artifact = msgspec.json.Decoder(ArtifactRecord).decode
+decode_name = msgspec.json.Decoder(NameRecord).decode
 
 
 def worker_key(worker_id: str) -> str:
@@ -60,6 +74,27 @@ def shard_key(shard: int) -> str:
 def replica_key(artifact_id: str, worker_id: str) -> str:
     """Where a copy of an artifact is listed."""
     return f"{REPLICAS}{artifact_id}/{worker_id}"
+
+
+def artifact_key(tenant: str, artifact_id: str, lease_id: int = 0) -> str:
+    """Where an artifact of a tenant is listed, for one of its owners."""
+    return f"{ARTIFACTS}{tenant}/{artifact_id}/{lease_id or 'system'}"
+
+
+def name_key(tenant: str, name: str) -> str:
+    """Where a name of a tenant is."""
+    return f"{NAMES}{tenant}/{name}"
+
+
+def _tenant_and(key: str, prefix: str) -> tuple[str, str]:
+    """The tenant in a key, which has no slash, and what is behind it."""
+    tenant, _, rest = key.removeprefix(prefix).partition("/")
+    return tenant, rest
+
+
+def _tenant_and_artifact(key: str) -> tuple[str, str]:
+    tenant, rest = _tenant_and(key, ARTIFACTS)
+    return tenant, rest.partition("/")[0]
 
 
 def _shard_of(key: str) -> int:
@@ -131,6 +166,10 @@ class ClusterView:
         self.instances: dict[InstanceId, InstanceRecord] = {}
         self.shards: dict[int, ShardHolder] = {}
         self.replicas: dict[str, dict[WorkerId, ReplicaRecord]] = {}
+        self.artifacts: dict[tuple[str, str], dict[str, ArtifactRecord]] = {}  # by tenant and id, and then by key
+        self.artifact_ids: Counter[str] = Counter()  # how many tenants have each
+        self.disabled: dict[str, str] = {}  # what is to serve without the pool, and a note
+        self.names: dict[tuple[str, str], str] = {}  # tenant and name -> id of the artifact
         self._of_key: dict[str, tuple[str, WorkerId]] = {}  # of a replica's key, since ids may hold slashes
 
     def __repr__(self) -> str:
@@ -178,6 +217,10 @@ class ClusterView:
             self.instances.clear()
             self.shards.clear()
             self.replicas.clear()
+            self.artifacts.clear()
+            self.artifact_ids.clear()
+            self.names.clear()
+            self.disabled.clear()
             self._of_key.clear()
             self.restored = False
         self.incarnation, self.revision = changes.incarnation, changes.revision
@@ -200,11 +243,11 @@ class ClusterView:
         elif key.startswith(INSTANCES):
             self.instances[InstanceId(key.removeprefix(INSTANCES))] = decode_instance(entry.value)
         elif key.startswith(SHARDS):
-            shard, record = _shard_of(key), decode_shard(entry.value)
+            shard, lease = _shard_of(key), decode_shard(entry.value)
             if shard < 0:
                 raise ValueError("no shard has that name")
             token = Token(self.incarnation, entry.revision)
-            self.shards[shard] = ShardHolder(WorkerId(record.worker_id), record.lease_id, token)
+            self.shards[shard] = ShardHolder(WorkerId(lease.worker_id), lease.lease_id, token)
         elif key.startswith(REPLICAS):
             replica = decode_replica(entry.value)
             worker_id = WorkerId(replica.worker_id)
@@ -212,6 +255,17 @@ class ClusterView:
                 raise ValueError(f"it is of {replica.artifact_id!r} at {worker_id!r}")
             self.replicas.setdefault(replica.artifact_id, {})[worker_id] = replica
             self._of_key[key] = replica.artifact_id, worker_id
+        elif key.startswith(ARTIFACTS):
+            record, where = decode_artifact(entry.value), _tenant_and_artifact(key)
+            if where[1] != record.artifact_id:
+                raise ValueError(f"it is of {record.artifact_id!r}")
+            if where not in self.artifacts:
+                self.artifact_ids[record.artifact_id] += 1
+            self.artifacts.setdefault(where, {})[key] = record
+        elif key.startswith(DISABLED):
+            self.disabled[key.removeprefix(DISABLED)] = entry.value.decode()
+        elif key.startswith(NAMES):
+            self.names[_tenant_and(key, NAMES)] = decode_name(entry.value).artifact_id
         elif key == RESTORED:
             self.restored = True
         elif key == SHARD_COUNT:
@@ -227,6 +281,12 @@ class ClusterView:
             self.instances.pop(InstanceId(key.removeprefix(INSTANCES)), None)
         elif key.startswith(SHARDS):
             self.shards.pop(_shard_of(key), None)
+        elif key.startswith(ARTIFACTS):
+            self._forget_artifact(key)
+        elif key.startswith(DISABLED):
+            self.disabled.pop(key.removeprefix(DISABLED), None)
+        elif key.startswith(NAMES):
+            self.names.pop(_tenant_and(key, NAMES), None)
         elif key == RESTORED:
             self.restored = False
         elif key in self._of_key:
@@ -236,8 +296,19 @@ class ClusterView:
             if not copies:
                 del self.replicas[artifact_id]
 
+    def _forget_artifact(self, key: str) -> None:
+        where = _tenant_and_artifact(key)
+        owners = self.artifacts.get(where, {})
+        if owners.pop(key, None) is not None and not owners:
+            del self.artifacts[where]
+            self.artifact_ids[where[1]] -= 1
+            if not self.artifact_ids[where[1]]:
+                del self.artifact_ids[where[1]]
+
     def check(self) -> None:
         """Raises AssertionError unless the indexes agree."""
         assert sum(map(len, self.replicas.values())) == len(self._of_key)
         assert all(self.replicas.values())
+        assert all(self.artifacts.values())
+        assert self.artifact_ids == Counter(artifact for _, artifact in self.artifacts)
         assert all(holder.token.revision <= self.revision for holder in self.shards.values())

@@ -90,6 +90,10 @@ class Member:
         self._listed[key] = record
         self._untold[key] = record, True
 
+    def told(self, record: Listed) -> None:
+        """The store has it already, by a transaction of somebody else here; from now on it is listed like the others."""
+        self._listed[_key(record)] = record
+
     def remove(self, record: Listed) -> None:
         """Takes it off the list; one that is not on it is fine."""
         key = _key(record)

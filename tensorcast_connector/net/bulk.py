@@ -1,11 +1,11 @@
-"""Bulk transfer of pages between arenas: one request frame, one reply frame, then raw bytes straight into the target.
+"""Bulk transfer of pages and parts of artifacts: a request frame, a reply frame, then raw bytes straight into the target.
 
 A bulk connection carries one request at a time, so its bytes need no framing of their own; a peer that wants more
 parallelism opens more connections.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from tensorcast_connector.config import CONNECT_TIMEOUT_S, FETCH_TIMEOUT_S, HELLO_TIMEOUT_S, KEYS_PER_MESSAGE_MAX
-from tensorcast_connector.errors import Exhausted, ProtocolError, TensorcastError, Unavailable
+from tensorcast_connector.errors import Exhausted, NotFound, ProtocolError, TensorcastError, Unavailable
 from tensorcast_connector.net.rpc import receive_frame, result_of
 from tensorcast_connector.net.transport import Network, Stream
 from tensorcast_connector.types import Address
@@ -21,14 +21,17 @@ from tensorcast_connector.wire.codec import (
     decode,
     encode,
 )
-from tensorcast_connector.wire.frames import Kind, encode_frame
+from tensorcast_connector.wire.frames import Frame, Header, Kind, encode_frame
 from tensorcast_connector.wire.messages import (
     PROTOCOL_VERSION,
     PROTOCOL_VERSION_MIN,
+    BytesFollow,
     Failure,
     Fetch,
+    FetchBytes,
     Fetched,
     Hello,
+    Message,
     Welcome,
 )
 
@@ -50,10 +53,22 @@ class PageSource(Protocol):
         """The pages, in the order of `keys`, kept in place until the context ends; None = gone."""
 
 
-_fetch_decoder = msgspec.msgpack.Decoder(Fetch)
+class PartSource(Protocol):
+    """Where it takes parts of artifacts from. They stay as they are as long as the memoryviews do."""
+
+    def parts(self, hello: Hello, artifact_id: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """The parts (offset, length), for who said that hello.
+
+        Raises:
+            NotFound: the artifact is not here, or not the caller's.
+            ProtocolError: a part that is not within it.
+        """
 
 
-async def serve_bulk(stream: Stream, source: PageSource) -> None:
+_request_decoder = msgspec.msgpack.Decoder(Fetch | FetchBytes)
+
+
+async def serve_bulk(stream: Stream, hello: Hello, pages: PageSource, artifacts: PartSource) -> None:
     """Serves one bulk connection after its hello until the peer leaves.
 
     Raises:
@@ -65,18 +80,43 @@ async def serve_bulk(stream: Stream, source: PageSource) -> None:
         try:
             if frame.kind is not Kind.REQUEST or header.payload_bytes:
                 raise ProtocolError(f"a bulk connection takes requests only, not {frame.kind.name}")
-            request = decode(_fetch_decoder, frame.body)
-            if len(request.keys) > KEYS_PER_MESSAGE_MAX:
-                raise Exhausted(f"{len(request.keys)} keys in one request; the limit is {KEYS_PER_MESSAGE_MAX}")
+            request = decode(_request_decoder, frame.body)
+            count = len(request.keys) if isinstance(request, Fetch) else len(request.ranges)
+            if count > KEYS_PER_MESSAGE_MAX:
+                raise Exhausted(f"{count} parts in one request; the limit is {KEYS_PER_MESSAGE_MAX}")
+            if isinstance(request, Fetch) and hello.tenant:
+                raise ProtocolError("a caller does not read pages")
         except TensorcastError as error:
-            await stream.send(encode_frame(Kind.ERROR, frame.request_id, encode(Failure(error.code, str(error)))))
+            await _send_failure(stream, frame, error)
             raise
         try:
             # A peer that does not read must not keep pages in place for ever.
-            async with asyncio.timeout(FETCH_TIMEOUT_S), source.hold(request.keys) as pages:
-                await _send_pages(stream, frame.request_id, pages)
+            async with asyncio.timeout(FETCH_TIMEOUT_S):
+                if isinstance(request, Fetch):
+                    async with pages.hold(request.keys) as held:
+                        await _send_pages(stream, frame.request_id, held)
+                else:
+                    await _send_parts(stream, frame, hello, request, artifacts)
         except TimeoutError as error:
             raise Unavailable(f"{stream.peer} did not take its pages within {FETCH_TIMEOUT_S:g} s") from error
+
+
+async def _send_failure(stream: Stream, frame: Frame, error: TensorcastError) -> None:
+    await stream.send(encode_frame(Kind.ERROR, frame.request_id, encode(Failure(error.code, str(error)))))
+
+
+async def _send_parts(
+    stream: Stream, frame: Frame, hello: Hello, request: FetchBytes, artifacts: PartSource
+) -> None:  # fmt: skip
+    try:
+        parts = artifacts.parts(hello, request.artifact_id, request.ranges)
+    except TensorcastError as error:
+        await _send_failure(stream, frame, error)
+        return
+    total = sum(part.nbytes for part in parts)
+    stream.write(encode_frame(Kind.REPLY, frame.request_id, encode(BytesFollow()), payload_bytes=total))
+    for part in parts:
+        await stream.send(part)
 
 
 async def _send_pages(stream: Stream, request_id: int, pages: Sequence[PageBytes | None]) -> None:
@@ -95,9 +135,11 @@ async def _send_pages(stream: Stream, request_id: int, pages: Sequence[PageBytes
 class BulkClient:
     """A few bulk connections to one peer, opened when needed and kept."""
 
-    def __init__(self, network: Network, address: Address, name: str, connections_max: int) -> None:
+    def __init__(
+        self, network: Network, address: Address, name: str, connections_max: int, tenant: str = ""
+    ) -> None:  # fmt: skip
         self._network = network
-        self._hello = Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION, BULK_ROLE, name)
+        self._hello = Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION, BULK_ROLE, name, tenant)
         self._idle: list[Stream] = []
         self._streams: set[Stream] = set()
         self._slots = asyncio.Semaphore(connections_max)
@@ -121,15 +163,54 @@ class BulkClient:
             Unavailable: the peer went away, or did not deliver in time; pages reported before are complete.
             ProtocolError: it answered nonsense.
         """
+
+        async def receive(stream: Stream, header: Header, frame: Frame) -> None:
+            pages = result_of(frame, Fetched).pages
+            lengths = [length for length, _ in pages]
+            if len(pages) != len(keys) or min(lengths, default=0) < 0 or sum(lengths) != header.payload_bytes:
+                raise ProtocolError(
+                    f"{self.address} answered {len(pages)} pages and {header.payload_bytes} bytes for {len(keys)} keys"
+                )
+            for index, (length, digest) in enumerate(pages):
+                if length:
+                    await stream.receive_into(target(index, length))
+                    done(index, digest)
+
+        await self._exchange(Fetch(list(keys)), receive)
+
+    async def fetch_bytes(self, artifact_id: str, parts: Sequence[tuple[int, memoryview]]) -> None:
+        """Fetches parts of an artifact, each from its offset into the memory beside it.
+
+        Raises:
+            NotFound: the peer does not have it.
+            Unavailable, ProtocolError: as `fetch`.
+        """
+        wanted = sum(memory.nbytes for _, memory in parts)
+
+        async def receive(stream: Stream, header: Header, frame: Frame) -> None:
+            result_of(frame, BytesFollow)
+            if header.payload_bytes != wanted:
+                raise ProtocolError(
+                    f"{self.address} answered {header.payload_bytes} bytes where {wanted} were asked for"
+                )
+            for _, memory in parts:
+                await stream.receive_into(memory)
+
+        await self._exchange(FetchBytes(artifact_id, [(offset, memory.nbytes) for offset, memory in parts]), receive)
+
+    async def _exchange(
+        self, message: Message, receive: Callable[[Stream, Header, Frame], Awaitable[None]]
+    ) -> None:  # fmt: skip
+        """One request on a free connection; `receive` reads what follows its answer."""
         async with self._slots:
             try:
                 async with asyncio.timeout(FETCH_TIMEOUT_S):
-                    stream, pages = await self._ask(keys)
+                    stream, header, frame = await self._ask(message)
                     try:
-                        for index, (length, digest) in enumerate(pages):
-                            if length:
-                                await stream.receive_into(target(index, length))
-                                done(index, digest)
+                        await receive(stream, header, frame)
+                    except NotFound:
+                        self._idle.append(stream)  # an answer like any other
+                        raise
                     except BaseException:
                         self._drop(stream)
                         raise
@@ -137,29 +218,23 @@ class BulkClient:
                 raise Unavailable(f"{self.address} did not deliver within {FETCH_TIMEOUT_S:g} s") from error
             self._idle.append(stream)
 
-    async def _ask(self, keys: Sequence[bytes]) -> tuple[Stream, list[tuple[int, int]]]:
-        """A connection on which the pages are about to arrive, and what they will be."""
+    async def _ask(self, message: Message) -> tuple[Stream, Header, Frame]:
+        """A connection on which the answer has come, and what follows it is about to."""
         while self._idle:
             try:
-                return await self._request(self._idle.pop(), keys)
+                return await self._request(self._idle.pop(), message)
             except Unavailable:
                 continue  # the peer closed it while nobody looked
-        return await self._request(await self._open(), keys)
+        return await self._request(await self._open(), message)
 
-    async def _request(self, stream: Stream, keys: Sequence[bytes]) -> tuple[Stream, list[tuple[int, int]]]:
+    async def _request(self, stream: Stream, message: Message) -> tuple[Stream, Header, Frame]:
         try:
-            stream.write(encode_frame(Kind.REQUEST, 1, encode(Fetch(list(keys)))))
+            stream.write(encode_frame(Kind.REQUEST, 1, encode(message)))
             header, frame = await receive_frame(stream)
-            pages = result_of(frame, Fetched).pages
-            lengths = [length for length, _ in pages]
-            if len(pages) != len(keys) or min(lengths, default=0) < 0 or sum(lengths) != header.payload_bytes:
-                raise ProtocolError(
-                    f"{self.address} answered {len(pages)} pages and {header.payload_bytes} bytes for {len(keys)} keys"
-                )
         except BaseException:
             self._drop(stream)
             raise
-        return stream, pages
+        return stream, header, frame
 
     async def _open(self) -> Stream:
         if self._closed:

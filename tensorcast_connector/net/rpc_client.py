@@ -50,6 +50,7 @@ class RpcClient:
         chance: spreads the reconnects of many clients.
         on_connected: what has to happen before the first calls; may call. If it fails the connection is given up.
         on_disconnected: the connection that had been up is lost; calls fail from now on.
+        tenant: of a caller.
         settle: what has to end before the socket is closed after that, so that the server does not yet take its end for
             the end of what this side does with what it holds there.
     """
@@ -64,9 +65,10 @@ class RpcClient:
         on_connected: Callable[["RpcClient"], Awaitable[None]] | None = None,
         on_disconnected: Callable[[TensorcastError], None] | None = None,
         settle: Callable[[], Awaitable[None]] | None = None,
+        tenant: str = "",
     ) -> None:
         self._network = network
-        self._hello = Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION, role, name)
+        self._hello = Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION, role, name, tenant)
         self._chance = chance
         self._on_connected = on_connected
         self._on_disconnected = on_disconnected

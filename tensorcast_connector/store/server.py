@@ -11,7 +11,16 @@ from typing import Any
 
 import msgspec
 
-from tensorcast_connector.config import MEMBER_TTL_S, NAME_CHARS_MAX, SHARDS, SHARDS_MAX, WATCH_WAIT_S, parse_address
+from tensorcast_connector.config import (
+    LEASE_TTL_MAX_S,
+    MEMBER_TTL_S,
+    NAME_CHARS_MAX,
+    SHARDS,
+    SHARDS_MAX,
+    WATCH_NOTHING_S,
+    WATCH_WAIT_S,
+    parse_address,
+)
 from tensorcast_connector.core import cluster
 from tensorcast_connector.core.cluster import CLUSTER, INCARNATION, RESTORED, SHARD_COUNT
 from tensorcast_connector.core.placement import valid_shard_count
@@ -26,6 +35,7 @@ from tensorcast_connector.errors import (
 )
 from tensorcast_connector.net.rpc import serve_stream
 from tensorcast_connector.net.transport import Listener, Network, Stream
+from tensorcast_connector.store import records
 from tensorcast_connector.store.answers import everything, incarnation_of, news, next_page
 from tensorcast_connector.store.kv import RESTORING_KEY, Compare, Delete, KvStore, Put
 from tensorcast_connector.types import Address
@@ -35,9 +45,11 @@ from tensorcast_connector.wire.store_messages import (
     Alive,
     Changes,
     ClaimShards,
+    GrantLease,
     KeepAlive,
     LeaseGranted,
     PutReplica,
+    ReadRecords,
     RegisterInstance,
     RegisterWorker,
     ReleaseShards,
@@ -46,10 +58,10 @@ from tensorcast_connector.wire.store_messages import (
     RevokeLease,
     ShardRecord,
     Watch,
+    WriteRecords,
 )
 
 logger = logging.getLogger(__name__)
-TTL_MAX_S = 3600
 CLAIMS_PER_TXN = 32
 
 
@@ -124,8 +136,8 @@ class Store:
 
     async def _register_worker(self, message: RegisterWorker) -> Message:
         record = message.record
-        if not 1 <= message.ttl_s <= TTL_MAX_S:
-            raise ProtocolError(f"ttl_s={message.ttl_s} is not within 1..{TTL_MAX_S}")
+        if not 1 <= message.ttl_s <= LEASE_TTL_MAX_S:
+            raise ProtocolError(f"ttl_s={message.ttl_s} is not within 1..{LEASE_TTL_MAX_S}")
         _check_id(record.worker_id)
         try:
             address = parse_address(record.address, "address")
@@ -278,16 +290,23 @@ class Store:
         await self._kv.txn([Compare(SHARD_COUNT, 0)], [Put(SHARD_COUNT, b"%d" % self._shards)])
 
     async def watch(self, message: Watch) -> Changes:
-        """Answers as soon as something has changed, else after `wait_ms` with nothing; never later than WATCH_WAIT_S."""
-        wait_s = 0.0 if message.after_key else min(message.wait_ms / 1000, WATCH_WAIT_S)
+        """Answers as soon as something has changed, else after `wait_ms` with nothing; never later than WATCH_WAIT_S.
+
+        What has changed may be nothing to watchers, such as the records of plans: they hear of the revision a little later.
+        """
+        now = asyncio.get_running_loop().time
+        until = now() + (0.0 if message.after_key else min(message.wait_ms / 1000, WATCH_WAIT_S))
         changes = await self.changes(message)
-        if wait_s > 0 and not (changes.complete or changes.entries or changes.deleted):
+        while not (changes.complete or changes.entries or changes.deleted) and (left_s := until - now()) > 0:
+            seen = changes.revision
             self.watchers += 1
             try:
-                await self._kv.wait(changes.revision, wait_s)
+                await self._kv.wait(seen, left_s)
             finally:
                 self.watchers -= 1
-            changes = await self.changes(message)
+            changes = await self.changes(msgspec.structs.replace(message, after_revision=seen))
+            if changes.revision > seen:
+                until = min(until, now() + WATCH_NOTHING_S)
         return changes
 
     async def _statistics(self, _: GetStatistics) -> Message:
@@ -305,6 +324,9 @@ class Store:
         ReleaseShards: _release,
         Watch: watch,
         GetStatistics: _statistics,
+        ReadRecords: lambda self, message: records.read(self._kv, message),
+        WriteRecords: lambda self, message: records.write(self._kv, message),
+        GrantLease: lambda self, message: records.grant(self._kv, message),
     }
 
 

@@ -8,6 +8,32 @@ from typing import TypeVar
 import msgspec
 
 from tensorcast_connector.errors import ProtocolError
+from tensorcast_connector.wire.caller_messages import (
+    AbortUpload,
+    ArtifactList,
+    ArtifactOpened,
+    CommitUpload,
+    DeleteArtifact,
+    Disable,
+    DisabledList,
+    EndLease,
+    ForgetPages,
+    LeaseOpened,
+    ListArtifacts,
+    ListDisabled,
+    ListSignals,
+    MakeResident,
+    MapArtifact,
+    OpenArtifact,
+    OpenLease,
+    OpenMappedUpload,
+    OpenUpload,
+    RenewLease,
+    SetName,
+    SignalsListed,
+    UploadOpened,
+    WriteUpload,
+)
 from tensorcast_connector.wire.messages import (
     Abort,
     Acquire,
@@ -15,13 +41,16 @@ from tensorcast_connector.wire.messages import (
     ArenaInfo,
     AskInventory,
     AttachInstance,
+    BytesFollow,
     Commit,
+    CopyHeader,
     Failure,
     Fenced,
     Fetch,
     Fetched,
     FindKeys,
     FindPages,
+    ForgetTenant,
     GetSignals,
     GetStatistics,
     GetStory,
@@ -30,8 +59,10 @@ from tensorcast_connector.wire.messages import (
     LookupResult,
     MapArena,
     Ok,
+    PagesForgotten,
     PagesFound,
     Ping,
+    ReadHeader,
     Release,
     Reported,
     ReportKeys,
@@ -43,13 +74,31 @@ from tensorcast_connector.wire.messages import (
     Story,
     Welcome,
 )
+from tensorcast_connector.wire.plan_messages import (
+    CancelOwnedPlan,
+    CancelPlan,
+    CancelSteps,
+    PlanState,
+    ReportInstance,
+    RunStep,
+    StepDone,
+    StepEnded,
+    StepTaken,
+    SubmitPlan,
+    TakeStep,
+    WaitPlan,
+)
 from tensorcast_connector.wire.store_messages import (
     Alive,
     Changes,
     ClaimShards,
+    GrantLease,
     KeepAlive,
     LeaseGranted,
     PutReplica,
+    ReadRecords,
+    Records,
+    RecordsWritten,
     RegisterInstance,
     RegisterWorker,
     ReleaseShards,
@@ -57,9 +106,17 @@ from tensorcast_connector.wire.store_messages import (
     RemoveReplica,
     RevokeLease,
     Watch,
+    WriteRecords,
 )
 
 T = TypeVar("T")
+REASON_CHARS_MAX = 300
+
+CallerRequest = (
+    OpenUpload | OpenMappedUpload | WriteUpload | CommitUpload | AbortUpload | OpenArtifact | MapArtifact | MakeResident
+    | ListArtifacts | SetName | DeleteArtifact | OpenLease | RenewLease | EndLease | SubmitPlan | WaitPlan | CancelPlan
+    | ListSignals | Disable | ListDisabled | ForgetPages
+)  # fmt: skip
 
 EngineRequest = (
     Hello
@@ -75,10 +132,14 @@ EngineRequest = (
     | Reserve
     | Commit
     | Abort
+    | TakeStep
+    | StepEnded
+    | ReportInstance
+    | CallerRequest
 )
 PeerRequest = (
     Hello | Ping | GetStatistics | FindKeys | ReportKeys | AskInventory | Fetch | GetSignals | GetStory
-    | FindPages | ReportPages
+    | FindPages | ReportPages | ReadHeader | ForgetTenant | RunStep | CancelSteps | CancelOwnedPlan | CallerRequest
 )  # fmt: skip
 StoreRequest = (
     Hello
@@ -94,10 +155,15 @@ StoreRequest = (
     | PutReplica
     | RemoveReplica
     | Watch
+    | ReadRecords
+    | WriteRecords
+    | GrantLease
 )
 Reply = (
     Welcome | Ok | Statistics | ArenaInfo | LookupResult | Acquired | Reserved | PagesFound | Reported | Fenced | Fetched
-    | LeaseGranted | Alive | Changes | Signals | Story
+    | LeaseGranted | Alive | Changes | Signals | Story | Records | RecordsWritten
+    | UploadOpened | ArtifactOpened | ArtifactList | LeaseOpened
+    | BytesFollow | CopyHeader | PlanState | StepDone | StepTaken | SignalsListed | DisabledList | PagesForgotten
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -116,7 +182,8 @@ def decode(decoder: msgspec.msgpack.Decoder[T], body: bytes, what: str = "messag
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, RecursionError) as error:  # the latter for lists in lists in lists
-        raise ProtocolError(f"{what} not understood: {error}") from error
+        why = str(error)[:REASON_CHARS_MAX]  # which repeats what was sent as the message's name
+        raise ProtocolError(f"{what} not understood: {why if why.isprintable() else repr(why)[1:-1]}") from error
 
 
 def pack_indexes(indexes: Iterable[int]) -> bytes:

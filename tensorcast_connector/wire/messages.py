@@ -31,8 +31,9 @@ class Hello(Message):
 
     version_min: int
     version: int
-    role: str  # "engine", "worker", "client": who is calling, for people and for limits
+    role: str  # "engine", "worker", "client", "caller": who is calling, for people and for limits
     name: str
+    tenant: str = ""  # of a caller: what it names is looked for there
 
 
 class Welcome(Message):
@@ -89,6 +90,7 @@ class AttachInstance(Message):
     engine: str
     model: str
     namespace: str
+    tenant: str = ""  # whose; only that tenant's plans reach it. "": everybody's
 
 
 class Lookup(Message):
@@ -246,6 +248,18 @@ class GetSignals(Message):
     """How a worker is doing now."""
 
 
+class InstanceReport(msgspec.Struct, array_like=True, frozen=True):
+    """What an engine last said of itself to its worker (TensorCast, section 3.4)."""
+
+    instance_id: str
+    state: str  # "serving", "loading", "paused", "draining", ...: the engine's own word
+    running: int  # requests that are computed
+    waiting: int  # requests that are not yet
+    kv_usage: float | None  # of its KV cache, from 0 to 1
+    as_of_unix_s: float  # by the worker's wall clock: for people
+    age_s: float  # how long before this answer, by the worker's own clock
+
+
 class Signals(Message):
     """Answer to GetSignals. Pressures are from 0 (idle) to 1 (full); None where it cannot be known."""
 
@@ -259,6 +273,7 @@ class Signals(Message):
     network: float | None
     queue: float | None  # of the requests in flight
     values: dict[str, Any]  # what stands behind them, with units in the names
+    instances: list[InstanceReport] = msgspec.field(default_factory=list)  # attached engines that have said something
 
 
 class GetStory(Message):
@@ -283,6 +298,43 @@ class Fetched(Message):
     """Per key (length, digest), (0, 0) if gone. The payload of the frame is the bytes of the present pages in order."""
 
     pages: list[tuple[int, int]]
+
+
+class ForgetTenant(Message):
+    """Asks a worker to evict the pages of a tenant; answered with PagesForgotten."""
+
+    tenant: str
+
+
+class PagesForgotten(Message):
+    """Pages that were evicted, and that stay because they are in use; workers that could not be asked."""
+
+    evicted: int
+    in_use: int
+    unreachable: list[str] = msgspec.field(default_factory=list)
+
+
+class ReadHeader(Message):
+    """Asks for the header of an artifact of which the receiver has a copy."""
+
+    artifact_id: str
+
+
+class CopyHeader(Message):
+    """Answer to ReadHeader."""
+
+    header: bytes
+
+
+class FetchBytes(Message):
+    """Asks for parts (offset, length) of an artifact (bulk connections only)."""
+
+    artifact_id: str
+    ranges: list[tuple[int, int]]
+
+
+class BytesFollow(Message):
+    """Answer to FetchBytes: the payload of the frame is these parts, one after the other."""
 
 
 # --- protocol version 2, still spoken with who knows no later one ---------------------------------------------------------

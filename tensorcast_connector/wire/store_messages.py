@@ -24,6 +24,7 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     engine: str
     model: str
     namespace: str
+    tenant: str = ""  # whose plans reach it; "": everybody's
 
 
 class ShardRecord(msgspec.Struct, frozen=True):
@@ -40,6 +41,23 @@ class ReplicaRecord(msgspec.Struct, frozen=True):
     worker_id: str
     tier: str  # "memory" or "disk"
     bytes: int
+    keeper: bool = False  # the cluster relies on this copy; the others may be evicted
+
+
+class ArtifactRecord(msgspec.Struct, frozen=True):
+    """An artifact as the store lists it for one tenant."""
+
+    artifact_id: str
+    bytes: int
+    tensors: int
+    created_unix_s: float
+    lease_id: int = 0  # it goes with the lease of a caller; 0: it belongs to the system
+
+
+class NameRecord(msgspec.Struct, frozen=True):
+    """What a name points to."""
+
+    artifact_id: str
 
 
 class RegisterWorker(Message):
@@ -147,3 +165,40 @@ class Changes(Message):
     deleted: list[str]
     after_key: str = ""  # this is the page of a listing behind that key
     more: bool = False  # it goes on: a listing behind the last entry, changes after `revision`
+
+
+# --- records of callers -----------------------------------------------------------------------------------------------
+
+
+class ReadRecords(Message):
+    """All keys under one of the prefixes that callers' records have (store/records.py)."""
+
+    prefix: str
+
+
+class Records(Message):
+    """Answer to ReadRecords, as of `revision`."""
+
+    revision: int
+    entries: list[Entry]
+
+
+class WriteRecords(Message):
+    """One transaction over such keys, done if every compare holds: (key, its revision; 0 = it does not exist)."""
+
+    compares: list[tuple[str, int]]
+    puts: list[tuple[str, bytes, int]]  # key, value, lease (0 = none)
+    deletes: list[str]
+
+
+class RecordsWritten(Message):
+    """Answer to WriteRecords: whether it was done, and the revision afterwards."""
+
+    succeeded: bool
+    revision: int
+
+
+class GrantLease(Message):
+    """A lease without anything on it; answered with LeaseGranted."""
+
+    ttl_s: int

@@ -1,0 +1,149 @@
+"""Which artifacts are resident at one worker, which may go, and which go first.
+
+Memory is *reserved* for what is being written or fetched, and then belongs to an artifact. Pins keep an artifact; so does
+being the *keeper*, the copy that the cluster relies on: only copies that somebody else keeps are evictable, least recently
+used first. No I/O and no clock: recency is the order of calls, and `now` is an argument.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass, field
+
+from tensorcast_connector.errors import Exhausted, NotFound
+
+
+@dataclass(slots=True)
+class _Resident:
+    bytes: int
+    keeper: bool
+    pins: dict[str, float] = field(default_factory=dict)  # who pins it -> until when
+
+    def pinned(self, now: float) -> bool:
+        """Whether anybody does."""
+        return any(until > now for until in self.pins.values())
+
+
+class Residence:
+    """See the module. `check` states the invariants.
+
+    Args:
+        bytes_max: what all artifacts here may have together.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self._reserved: dict[Hashable, int] = {}
+        self._resident: OrderedDict[str, _Resident] = OrderedDict()  # least recently used first
+        self.used_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"<Residence {len(self._resident)} artifacts, {self.used_bytes} of {self.bytes_max} bytes>"
+
+    def __contains__(self, artifact_id: str) -> bool:
+        return artifact_id in self._resident
+
+    def reserve(self, owner: Hashable, size: int, now: float) -> list[str]:
+        """Takes memory for what is going to be written; the artifacts that have to go for it are forgotten and returned.
+
+        Raises:
+            Exhausted: there is not that much that may go. Nothing has changed.
+        """
+        gone: list[str] = []
+        free = self.bytes_max - self.used_bytes
+        for artifact_id, each in self._resident.items():
+            if free >= size:
+                break
+            if not each.keeper and not each.pinned(now):
+                gone.append(artifact_id)
+                free += each.bytes
+        if free < size:
+            raise Exhausted(
+                f"{size} bytes for an artifact do not fit: {self.used_bytes} of {self.bytes_max} bytes are in use, and "
+                f"{free - (self.bytes_max - self.used_bytes)} of these may go; delete or unpin something, or give the worker "
+                "more with --artifacts"
+            )
+        for artifact_id in gone:
+            self.forget(artifact_id)
+        self._reserved[owner] = size
+        self.used_bytes += size
+        return gone
+
+    def release(self, owner: Hashable) -> None:
+        """What was reserved is not needed; fine if nothing was."""
+        self.used_bytes -= self._reserved.pop(owner, 0)
+
+    def commit(self, owner: Hashable, artifact_id: str, keeper: bool) -> bool:
+        """What `owner` reserved is that artifact now; False if it was here already, and the memory is free again."""
+        size = self._reserved[owner]
+        if artifact_id in self._resident:
+            self.release(owner)
+            self._resident[artifact_id].keeper |= keeper
+            return False
+        del self._reserved[owner]
+        self._resident[artifact_id] = _Resident(size, keeper)
+        return True
+
+    def use(self, artifact_id: str) -> None:
+        """Somebody reads it.
+
+        Raises:
+            NotFound: it is not here.
+        """
+        self._of(artifact_id)
+        self._resident.move_to_end(artifact_id)
+
+    def forget(self, artifact_id: str) -> None:
+        """It is gone from here; fine if it was not here."""
+        found = self._resident.pop(artifact_id, None)
+        if found is not None:
+            self.used_bytes -= found.bytes
+
+    def keep(self, artifact_id: str, keeper: bool) -> None:
+        """Whether the cluster relies on this copy."""
+        self._of(artifact_id).keeper = keeper
+
+    def keeps(self, artifact_id: str) -> bool:
+        """Whether it does."""
+        return self._of(artifact_id).keeper
+
+    def pin(self, artifact_id: str, pin: str, until: float) -> None:
+        """Keeps it here until then, or until `unpin`; the same pin again moves its end.
+
+        Raises:
+            NotFound: it is not here.
+        """
+        self._of(artifact_id).pins[pin] = until
+
+    def unpin(self, artifact_id: str, pin: str) -> None:
+        """Ends a pin; fine if there is none."""
+        if artifact_id in self._resident:
+            self._resident[artifact_id].pins.pop(pin, None)
+
+    def pins(self, artifact_id: str, now: float) -> Collection[str]:
+        """Who pins it."""
+        found = self._resident.get(artifact_id)
+        return [pin for pin, until in found.pins.items() if until > now] if found else []
+
+    def _of(self, artifact_id: str) -> _Resident:
+        found = self._resident.get(artifact_id)
+        if found is None:
+            raise NotFound(f"artifact {artifact_id} is not resident here")
+        return found
+
+    @property
+    def artifacts(self) -> Collection[str]:
+        """All that are resident, least recently used first."""
+        return self._resident.keys()
+
+    def statistics(self) -> dict[str, int]:
+        """Counts for people and metrics."""
+        return {
+            "artifacts": len(self._resident),
+            "artifact_bytes_used": self.used_bytes,
+            "artifact_bytes_max": self.bytes_max,
+        }
+
+    def check(self) -> None:
+        """Raises AssertionError unless the sums are right."""
+        assert self.used_bytes == sum(self._reserved.values()) + sum(each.bytes for each in self._resident.values())
+        assert 0 <= self.used_bytes <= self.bytes_max

@@ -1,0 +1,385 @@
+"""The artifacts that are resident at this worker: their memory, their headers, and how they come here.
+
+What may stay and what goes is decided in core/residence; who has a copy is in the store (low-cardinality replicas, TensorCast,
+section 4.2), of which every worker has a view.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import xxhash
+
+from tensorcast_connector.config import ARTIFACT_SOURCES_MAX
+from tensorcast_connector.core.artifact import (
+    CHUNK_BYTES,
+    CHUNK_DIGEST_BYTES,
+    Header,
+    artifact_id,
+    chunk_count,
+    decode_header,
+)
+from tensorcast_connector.core.cluster import ClusterView
+from tensorcast_connector.core.placement import hrw_rank
+from tensorcast_connector.core.residence import Residence
+from tensorcast_connector.errors import NotFound, ProtocolError, TensorcastError
+from tensorcast_connector.types import ByteRange, WorkerId
+from tensorcast_connector.wire.store_messages import ReplicaRecord
+from tensorcast_connector.worker.blob import Blob, Spare
+
+logger = logging.getLogger(__name__)
+
+
+class Elsewhere(Protocol):
+    """The other workers, as far as artifacts go (worker/peers.py)."""
+
+    def add(self, record: ReplicaRecord) -> None:
+        """Lists a copy that is here."""
+
+    def remove(self, record: ReplicaRecord) -> None:
+        """It is not any more."""
+
+    async def header(self, artifact: str, source: WorkerId) -> bytes:
+        """The encoded header, from a worker that has a copy."""
+
+    async def fetch_bytes(
+        self, artifact: str, source: WorkerId, ranges: Sequence[ByteRange], into: Sequence[memoryview]
+    ) -> None:
+        """Parts of an artifact, straight into memory."""
+
+
+@dataclass(slots=True)
+class Copy:
+    """A whole artifact that is here."""
+
+    encoded: bytes
+    header: Header
+    blob: Blob
+    # Where in the store's history its record is known to be (life, revision): a later view without it means that it was
+    # deleted. None: it is not recorded yet.
+    recorded: tuple[int, int] | None = None
+    recording: int = 0  # by how many callers just now; it stays until they know
+
+
+@dataclass(slots=True)
+class Upload:
+    """Memory that a caller is filling."""
+
+    session: Hashable
+    blob: Blob
+
+
+class Artifacts:
+    """See the module.
+
+    Args:
+        me: this worker.
+        view: of the cluster; kept current by somebody else, who calls `reconcile`.
+        now: this worker's clock in seconds.
+    """
+
+    def __init__(
+        self, me: WorkerId, residence: Residence, view: ClusterView, elsewhere: Elsewhere, now: Callable[[], float],
+        spare_bytes: int,
+    ) -> None:  # fmt: skip
+        self._me = me
+        self._view = view
+        self._elsewhere = elsewhere
+        self._now = now
+        self._spare = Spare(spare_bytes)
+        self._copies: dict[str, Copy] = {}
+        self._uploads: dict[str, Upload] = {}
+        self._arriving: dict[str, asyncio.Task[Copy]] = {}
+        self.residence = residence
+        self.counters = {
+            "artifacts_put": 0,
+            "artifacts_fetched": 0,
+            "artifact_bytes_fetched": 0,
+            "artifacts_evicted": 0,
+        }
+
+    def __repr__(self) -> str:
+        return f"<Artifacts {self.residence}, {len(self._uploads)} uploads>"
+
+    # --- putting ---
+
+    def open_upload(self, session: Hashable, size: int) -> str:
+        """Memory for an artifact that `session` is going to fill; its id.
+
+        Raises:
+            Exhausted: there is no room.
+        """
+        upload_id = secrets.token_hex(8)
+        blob = self._allocate(upload_id, size)
+        self._uploads[upload_id] = Upload(session, blob)
+        return upload_id
+
+    def _allocate(self, owner: Hashable, size: int) -> Blob:
+        self._evict(self.residence.reserve(owner, size, self._now()))
+        try:
+            return self._spare.take(size)
+        except BaseException:
+            self.residence.release(owner)
+            raise
+
+    def _evict(self, gone: Sequence[str]) -> None:
+        for each in gone:
+            self._drop(each)
+        self.counters["artifacts_evicted"] += len(gone)
+
+    def upload(self, upload_id: str) -> Blob:
+        """The memory of an upload.
+
+        Raises:
+            NotFound: there is none.
+        """
+        if upload_id not in self._uploads:
+            raise NotFound(f"upload {upload_id[:32]!r} does not exist; its connection may have ended")
+        return self._uploads[upload_id].blob
+
+    def commit(self, upload_id: str, encoded: bytes, tenant: str) -> str:
+        """Seals an upload; it is an artifact from now on. Its id, which the caller has recorded, or not: then it says so.
+
+        Raises:
+            NotFound: no such upload.
+            ProtocolError: the header does not describe it.
+        """
+        blob = self.upload(upload_id)
+        header = decode_header(encoded)
+        if header.tenant != tenant:
+            raise ProtocolError(f"a header of tenant {header.tenant[:40]!r} from tenant {tenant!r}")
+        if header.size != blob.bytes:
+            raise ProtocolError(f"a header of {header.size} bytes for an upload of {blob.bytes}")
+        blob.seal()
+        del self._uploads[upload_id]
+        self._spare.refill()  # not before: whoever filled this one needs the memory's bandwidth
+        identity = artifact_id(encoded)
+        self._here(upload_id, identity, Copy(encoded, header, blob), keeper=True)
+        self._copies[identity].recording += 1
+        self.counters["artifacts_put"] += 1
+        return identity
+
+    def _here(self, owner: Hashable, identity: str, copy: Copy, keeper: bool) -> None:
+        if self.residence.commit(owner, identity, keeper):
+            self._copies[identity] = copy
+        else:
+            copy.blob.close()  # it was here already
+
+    def listing(self, identity: str) -> ReplicaRecord:
+        """How the copy that is here is listed."""
+        size, keeper = self._copies[identity].header.size, self.residence.keeps(identity)
+        return ReplicaRecord(identity, self._me, "memory", size, keeper)
+
+    def abort(self, upload_id: str) -> None:
+        """Gives the memory back; fine if there is no such upload."""
+        upload = self._uploads.pop(upload_id, None)
+        if upload is not None:
+            upload.blob.close()
+            self.residence.release(upload_id)
+            self._spare.refill()
+
+    def end_session(self, session: Hashable) -> None:
+        """The connection has ended, and with it its uploads."""
+        for upload_id in [each for each, upload in self._uploads.items() if upload.session == session]:
+            self.abort(upload_id)
+
+    # --- reading ---
+
+    def copy(self, identity: str) -> Copy:
+        """The copy that is here.
+
+        Raises:
+            NotFound: it is not.
+        """
+        self.residence.use(identity)
+        return self._copies[identity]
+
+    async def header(self, identity: str) -> bytes:
+        """The encoded header, from here or from a worker that has a copy.
+
+        Raises:
+            NotFound: nobody has the artifact.
+        """
+        if identity in self._copies:
+            return self._copies[identity].encoded
+        for source in self._sources(identity):
+            try:
+                encoded = await self._elsewhere.header(identity, source)
+            except TensorcastError as error:
+                logger.info("the header of %s from %s: %s", identity, source, error)
+                continue
+            if artifact_id(encoded) == identity:
+                return encoded
+            logger.warning("%s sent another header than that of %s", source, identity)
+        raise self._lost(identity)
+
+    def _sources(self, identity: str) -> list[WorkerId]:
+        copies = self._view.replicas.get(identity, {})
+        return hrw_rank(f"{identity}/{self._me}".encode(), (each for each in copies if each != self._me))
+
+    def _lost(self, identity: str) -> NotFound:
+        return NotFound(
+            f"the bytes of artifact {identity} are gone: no worker that can be reached has a copy; put it again"
+        )
+
+    async def resident(self, identity: str) -> Copy:
+        """The artifact, after it was fetched if it was not here.
+
+        Raises:
+            NotFound: nobody has it.
+            Exhausted: there is no room for it here.
+        """
+        while identity not in self._copies:
+            task = self._arriving.get(identity)
+            if task is None:
+                task = self._arriving[identity] = asyncio.get_running_loop().create_task(self._fetch(identity))
+                task.add_done_callback(lambda done: self._arrived(identity, done))
+            # A fetch serves everybody who wants the artifact, so it outlives the one that began it.
+            await asyncio.shield(task)
+        return self.copy(identity)
+
+    def _arrived(self, identity: str, task: "asyncio.Task[Copy]") -> None:
+        del self._arriving[identity]
+        if not task.cancelled():
+            task.exception()  # whoever waits for it gets it; if nobody does, nobody needs it
+
+    async def _fetch(self, identity: str) -> Copy:
+        encoded = await self.header(identity)
+        header = decode_header(encoded)
+        blob = self._allocate(("fetch", identity), header.size)
+        try:
+            memory = blob.writable()
+            try:
+                await self._fetch_chunks(identity, header, memory)
+            finally:
+                memory.release()
+            blob.seal()
+        except BaseException:
+            blob.close()
+            self.residence.release(("fetch", identity))
+            raise
+        copy = Copy(encoded, header, blob, recorded=(0, 0))
+        self._here(("fetch", identity), identity, copy, keeper=False)
+        self._elsewhere.add(self.listing(identity))
+        self._spare.refill()
+        self.reconcile()  # it may have been deleted meanwhile
+        self.counters["artifacts_fetched"] += 1
+        self.counters["artifact_bytes_fetched"] += header.size
+        return copy
+
+    async def _fetch_chunks(self, identity: str, header: Header, memory: memoryview) -> None:
+        """All chunks, from several workers at once; what one does not deliver another is asked for."""
+        left = list(range(chunk_count(header.size)))[::-1]
+        failures: list[str] = []
+        failed: set[WorkerId] = set()
+
+        async def take(source: WorkerId) -> None:
+            while left:
+                chunk = left.pop()
+                part = memory[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+                try:
+                    await self._elsewhere.fetch_bytes(
+                        identity, source, [ByteRange(chunk * CHUNK_BYTES, part.nbytes)], [part]
+                    )
+                    check_chunk(header, chunk, part)
+                except TensorcastError as error:
+                    left.append(chunk)
+                    failures.append(f"{source}: {error}")
+                    failed.add(source)
+                    return
+                except BaseException:
+                    left.append(chunk)
+                    raise
+                finally:
+                    part.release()
+
+        while left:  # what a source left over that was slow to fail, those that were done before it are asked for again
+            sources = [each for each in self._sources(identity) if each not in failed][:ARTIFACT_SOURCES_MAX]
+            if not sources:
+                raise NotFound(f"{self._lost(identity)} ({'; '.join(failures[-3:]) or 'nobody is listed'})")
+            tasks = [asyncio.get_running_loop().create_task(take(each)) for each in sources for _ in range(2)]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- the cluster ---
+
+    def recorded(self, identity: str, revision: int) -> None:
+        """The store has the record of what was committed since that revision."""
+        copy = self._copies[identity]
+        copy.recording -= 1
+        copy.recorded = max(copy.recorded or (0, 0), (self._view.incarnation, revision))
+
+    def unrecorded(self, identity: str) -> None:
+        """What was committed could not be recorded. It goes, unless it is somebody else's as well."""
+        copy = self._copies[identity]
+        copy.recording -= 1
+        if copy.recorded is None and not copy.recording and identity not in self._view.artifact_ids:
+            self.forget(identity)
+        elif not copy.recording:
+            copy.recorded = copy.recorded or (self._view.incarnation, self._view.revision)
+            self.reconcile()
+
+    def reconcile(self) -> None:
+        """The view has changed: forgets what was deleted, and keeps what nobody else keeps any more."""
+        view = self._view
+        for identity, copy in list(self._copies.items()):
+            if identity in view.artifact_ids:
+                self._keep(identity, view.replicas.get(identity, {}))
+            elif (
+                not copy.recording and copy.recorded is not None and copy.recorded <= (view.incarnation, view.revision)
+            ):
+                self.forget(identity)
+
+    def _keep(self, identity: str, copies: Mapping[WorkerId, ReplicaRecord]) -> None:
+        """Of the copies one is kept: the one that ranks first, if the one that was has gone, or there are several."""
+        keepers = [each for each, record in copies.items() if record.keeper]
+        mine = self.residence.keeps(identity)
+        if not keepers and not mine and copies:
+            keep = hrw_rank(identity.encode(), copies)[0] == self._me
+        else:  # of several, which put the same at once, one is enough
+            keep = mine and (self._me not in keepers or hrw_rank(identity.encode(), keepers)[0] == self._me)
+        if keep != mine:
+            self.residence.keep(identity, keep)
+            self._elsewhere.add(self.listing(identity))
+
+    def forget(self, identity: str) -> None:
+        """Lets go of a copy; readers that have mapped it keep it."""
+        self.residence.forget(identity)
+        self._drop(identity)
+
+    def _drop(self, identity: str) -> None:
+        copy = self._copies.pop(identity, None)
+        if copy is not None:
+            copy.blob.close()
+            self._elsewhere.remove(ReplicaRecord(identity, self._me, "memory", copy.header.size))
+
+    async def close(self) -> None:
+        """Ends fetches, frees everything."""
+        tasks = list(self._arriving.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for upload_id in list(self._uploads):
+            self.abort(upload_id)
+        for copy in self._copies.values():
+            copy.blob.close()
+        self._copies.clear()
+        self._spare.close()
+
+    def statistics(self) -> dict[str, int]:
+        """Counts for people and metrics."""
+        return {**self.residence.statistics(), **self.counters, "uploads": len(self._uploads)}
+
+
+def check_chunk(header: Header, chunk: int, data: memoryview) -> None:
+    """Raises ProtocolError unless these are the bytes of that chunk."""
+    at = chunk * CHUNK_DIGEST_BYTES
+    if xxhash.xxh3_128_digest(data) != header.chunks[at : at + CHUNK_DIGEST_BYTES]:
+        raise ProtocolError(f"chunk {chunk} arrived with wrong bytes")
