@@ -11,12 +11,12 @@ No I/O, no clock: recency is the order of calls. The bytes themselves are not to
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable
 from dataclasses import asdict, dataclass, field
 
 from tensorcast_connector.core.usage import Usage
 from tensorcast_connector.errors import ProtocolError
-from tensorcast_connector.types import ByteRange
+from tensorcast_connector.types import KEYSPACE_BYTES, ByteRange
 
 
 @dataclass(slots=True)
@@ -29,6 +29,7 @@ class _Page:
     digest: int = 0
     holds: int = 0
     used: int = 0  # when it was committed or last let go
+    born: int = 0  # which of all pages that were ever reserved it is
 
 
 @dataclass(slots=True)
@@ -67,6 +68,7 @@ class Segments:
         self._reserved: dict[Hashable, dict[bytes, None]] = {}
         self._evicted: list[bytes] = []
         self._uses = 0
+        self.born = 0  # how many pages were ever reserved
         self.evictions = 0
         self.extend(arena_bytes if ready_bytes is None else ready_bytes)
 
@@ -157,7 +159,8 @@ class Segments:
             self._with_room[slot_bytes].discard(index)
         slab.pages.add(key)
         slab.busy += 1
-        self._pages[key] = _Page(key, offset, length, index, owner)
+        self.born += 1
+        self._pages[key] = _Page(key, offset, length, index, owner, born=self.born)
         self._reserved.setdefault(owner, {})[key] = None
         return ByteRange(offset, length)
 
@@ -183,6 +186,25 @@ class Segments:
         """Gives back everything `owner` has reserved."""
         for key in list(self._reserved.get(owner, ())):
             self.abort(owner, key)
+
+    def evict_older(self, born: int) -> None:
+        """Evicts the pages that were reserved when `self.born` was not above that; those in use stay."""
+        old = []
+        for page in self._pages.values():  # the oldest first
+            if page.born > born:
+                break
+            if page.owner is None and not page.holds:
+                old.append(page)
+        for page in old:
+            self._evict(page)
+
+    def evict_of(self, keyspaces: Container[bytes]) -> tuple[int, int]:
+        """Evicts the pages of some keyspaces; how many, and how many stay because they are in use."""
+        of = [page for page in self._pages.values() if page.key[:KEYSPACE_BYTES] in keyspaces]
+        idle = [page for page in of if page.owner is None and not page.holds]
+        for page in idle:
+            self._evict(page)
+        return len(idle), len(of) - len(idle)
 
     def take_evicted(self) -> list[bytes]:
         """Pages evicted since the last call, for announcing."""
@@ -283,6 +305,8 @@ class Segments:
 
     def check(self) -> None:
         """Raises AssertionError unless every slot is free or one page's, and the indexes agree with the pages."""
+        births = [page.born for page in self._pages.values()]
+        assert births == sorted(births), "the oldest page is the first"
         held: dict[bytes, int] = {}
         for keys in self._holds.values():
             for key in keys:

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from tensorcast_connector.wire.messages import (
     GetSignals,
     GetStatistics,
     GetStory,
+    InstanceReport,
     Message,
     Signals,
     Statistics,
@@ -25,19 +28,22 @@ class Observer:
     Args:
         now: the worker's clock in seconds.
         statistics: what the worker counts.
+        reports: what its engines say.
     """
 
     def __init__(
-        self, recorder: Recorder, sampler: Sampler, now: Callable[[], float], statistics: Callable[[], dict[str, Any]]
+        self, recorder: Recorder, sampler: Sampler, now: Callable[[], float], statistics: Callable[[], dict[str, Any]],
+        reports: Callable[[], list[InstanceReport]],
     ) -> None:  # fmt: skip
         self._recorder = recorder
         self._sampler = sampler
         self._now = now
         self._statistics = statistics
+        self._reports = reports
 
     def signals(self) -> Signals:
         """How the worker is doing, with its age now."""
-        return self._sampler.signals(self._now())
+        return msgspec.structs.replace(self._sampler.signals(self._now()), instances=self._reports())
 
     def answer(self, question: Question) -> Message:
         """The answer to `question`."""

@@ -7,7 +7,7 @@ to the fetching of missing pages. All methods run on the event loop.
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Container, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -311,13 +311,29 @@ class Pages:
         """A fetch ended; what it reserved and did not complete is free again."""
         self._segments.abort_all(owner)
 
-    def _announce(self, added: Sequence[bytes]) -> None:
+    def _announce(self, added: Sequence[bytes], cause: str = "room was needed") -> None:
         evicted = self._segments.take_evicted()
         if evicted:
-            self._record("evict", "", evicted, cause="room was needed")
+            self._record("evict", "", evicted, cause=cause)
         changed = [*added, *evicted]
         if changed and self.elsewhere is not None:
             self.elsewhere.changed(changed)
+
+    def evict_older(self, born: int) -> None:
+        """See Segments.evict_older; their homes are told."""
+        self._segments.evict_older(born)
+        self._announce([], "too old")
+
+    def evict_of(self, keyspaces: Container[bytes]) -> tuple[int, int]:
+        """See Segments.evict_of; their homes are told."""
+        counts = self._segments.evict_of(keyspaces)
+        self._announce([], "its tenant's pages are removed")
+        return counts
+
+    @property
+    def born(self) -> int:
+        """See Segments."""
+        return self._segments.born
 
     async def close(self) -> None:
         """Ends the fetches under way."""

@@ -66,6 +66,7 @@ class Peers:
         self._fetches = itertools.count()
         self._without_address: set[WorkerId] = set()  # members whose address is none; the log has been told
         self._record = record
+        self.on_view: list[Callable[[], None]] = []  # called when the view of the cluster may have changed
         self.metadata = Metadata(me, pages)
         self.log = StateLog(self.metadata, record)
         self.traffic = Traffic(record)
@@ -167,6 +168,8 @@ class Peers:
             logger.debug("%s", error)  # which member.store_error says as well
         if isinstance(call, StoreCall):
             self._meet()
+            for tell in self.on_view:
+                tell()
         self.wake()
 
     def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
@@ -226,6 +229,21 @@ class Peers:
     def _disconnect(self, worker_id: WorkerId) -> None:
         self._bulk.pop(worker_id).close()
         self._spawn(self._clients.pop(worker_id).close())
+
+    @property
+    def store(self) -> RpcClient:
+        """The connection to the store."""
+        return self._store
+
+    def client(self, worker_id: WorkerId) -> tuple[RpcClient, BulkClient]:
+        """The connections to another worker.
+
+        Raises:
+            Unavailable: it is not known here (any more).
+        """
+        if worker_id not in self._clients:
+            raise Unavailable(f"worker {worker_id} is not known here, or has left")
+        return self._clients[worker_id], self._bulk[worker_id]
 
     # --- locating ---
 

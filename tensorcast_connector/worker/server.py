@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tensorcast_connector.config import (
+    ARTIFACT_SPARE_BYTES,
     NAME_CHARS_MAX,
     SLAB_BYTES,
     SLOT_ALIGN_BYTES,
@@ -15,6 +16,7 @@ from tensorcast_connector.config import (
     parse_address,
     parse_roles,
 )
+from tensorcast_connector.core.residence import Residence
 from tensorcast_connector.core.segments import Segments
 from tensorcast_connector.errors import ConfigError
 from tensorcast_connector.net.transport import Listener, Network, Stream
@@ -24,11 +26,16 @@ from tensorcast_connector.wire.store_messages import (
     WorkerRecord,
 )
 from tensorcast_connector.worker.arena import Arena, available_memory_bytes
+from tensorcast_connector.worker.artifacts import Artifacts
+from tensorcast_connector.worker.census import Census, Reports
+from tensorcast_connector.worker.gateway import Gateway
 from tensorcast_connector.worker.observer import Observer
 from tensorcast_connector.worker.pages import Pages
 from tensorcast_connector.worker.peers import Peers
 from tensorcast_connector.worker.probe import Probe, Requests
 from tensorcast_connector.worker.recorder import Recorder
+from tensorcast_connector.worker.records import ArtifactPeers
+from tensorcast_connector.worker.retention import Retention
 from tensorcast_connector.worker.service import EngineService, PeerService
 from tensorcast_connector.worker.signals import Sampler
 
@@ -47,17 +54,23 @@ class Worker:
     peers: Peers
     observer: Observer
     probe: Probe
+    artifacts: Artifacts
+    gateway: Gateway
+    retention: Retention
     _arena: Arena
     _sampler: Sampler
     _listeners: list[Listener]
 
     async def close(self) -> None:
         """Stops serving, leaves the cluster, frees the arena."""
+        await self.gateway.close()
         await self.peers.leave()
         await self._sampler.close()
+        await self.retention.close()
         for listener in self._listeners:
             await listener.close()
         await self.pages.close()
+        await self.artifacts.close()
         await self.peers.close()
         self._arena.close()
 
@@ -102,48 +115,96 @@ async def start_worker(
         ConfigError: an address cannot be used, or the arena does not fit.
     """
     _check(config)
-    stores = [parse_address(each.strip(), "store") for each in config.store.split(",")]
     listen = parse_address(config.listen, "listen")
     socket = parse_address(f"unix:{config.socket.removeprefix('unix:')}", "socket")
     arena = Arena(config.arena_bytes, available_memory_bytes())
-    segments = Segments(config.arena_bytes, SLAB_BYTES, SLOT_ALIGN_BYTES, arena.allocated_bytes)
-    recorder = Recorder(now, wall)
-    pages = Pages(arena, segments, recorder.record)
-    at_engines, at_workers = Requests(), Requests()
-    worker_id = WorkerId(f"{config.name}/{chance.getrandbits(32):08x}")
-    services: list[PeerService] = []
+    made: list[_Made] = []
     listeners: list[Listener] = []
 
     async def on_peer(stream: Stream) -> None:
-        await services[0].on_stream(stream)
+        await made[0].workers.on_stream(stream)
 
     try:
         listeners.append(await network.listen(listen, on_peer))
         address = parse_address(config.advertise, "advertise") if config.advertise else listeners[0].address
-        record = WorkerRecord(
-            worker_id, config.name, str(address), config.arena_bytes, PROTOCOL_VERSION, parse_roles(config.roles)
-        )
-        peers = pages.elsewhere = Peers(record, pages, network, stores, chance, now, recorder.record)
-        probe = Probe(pages, peers, segments, at_engines, at_workers, now, wall)
-        sampler = Sampler(worker_id, record.roles, address.host, probe.read)
-        observer = Observer(recorder, sampler, now, lambda: {**pages.statistics(), **peers.statistics()})
-        services.append(PeerService(worker_id, pages, peers, observer, at_workers))
-        engines = EngineService(worker_id, arena, pages, peers, observer, at_engines)
-        sampler.measure()
-        listeners.append(await network.listen(socket, engines.on_stream))
+        made.append(_put_together(config, network, arena, address, chance, now, wall))
+        listeners.append(await network.listen(socket, made[0].engines.on_stream))
     except BaseException:
         for listener in listeners:
             await listener.close()
+        for each in made:
+            await each.artifacts.close()
         arena.close()
         raise
-    loop = asyncio.get_running_loop()
+    return made[0].start(socket, address, arena, listeners)
 
-    def on_allocated(ready_bytes: int) -> None:
-        loop.call_soon_threadsafe(segments.extend, ready_bytes)
 
-    arena.allocate_rest(on_allocated)
-    peers.start()
-    sampler.start()
-    fields = {"event": "serving", "worker_id": worker_id, "socket": str(socket), "address": str(address)}
-    logger.info("worker %s serves engines at %s and workers at %s", worker_id, socket, address, extra=fields)
-    return Worker(worker_id, socket, address, record.roles, pages, peers, observer, probe, arena, sampler, listeners)
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """The parts of a worker that does not run yet."""
+
+    worker_id: WorkerId
+    roles: tuple[str, ...]
+    segments: Segments
+    pages: Pages
+    peers: Peers
+    observer: Observer
+    probe: Probe
+    artifacts: Artifacts
+    gateway: Gateway
+    retention: Retention
+    sampler: Sampler
+    engines: EngineService
+    workers: PeerService
+
+    def start(self, socket: Address, address: Address, arena: Arena, listeners: list[Listener]) -> Worker:
+        """Joins the cluster in the background."""
+        loop = asyncio.get_running_loop()
+
+        def on_allocated(ready_bytes: int) -> None:
+            loop.call_soon_threadsafe(self.segments.extend, ready_bytes)
+
+        arena.allocate_rest(on_allocated)
+        self.peers.start()
+        self.sampler.start()
+        self.retention.start()
+        fields = {"event": "serving", "worker_id": self.worker_id, "socket": str(socket), "address": str(address)}
+        logger.info("worker %s serves engines at %s and workers at %s", self.worker_id, socket, address, extra=fields)
+        return Worker(
+            self.worker_id, socket, address, self.roles, self.pages, self.peers, self.observer, self.probe,
+            self.artifacts, self.gateway, self.retention, arena, self.sampler, listeners,
+        )  # fmt: skip
+
+
+def _put_together(
+    config: WorkerConfig, network: Network, arena: Arena, address: Address, chance: random.Random,
+    now: Callable[[], float], wall: Callable[[], float],
+) -> _Made:  # fmt: skip
+    worker_id, roles = WorkerId(f"{config.name}/{chance.getrandbits(32):08x}"), parse_roles(config.roles)
+    stores = [parse_address(each.strip(), "store") for each in config.store.split(",")]
+    record = WorkerRecord(worker_id, config.name, str(address), config.arena_bytes, PROTOCOL_VERSION, roles)
+    segments = Segments(config.arena_bytes, SLAB_BYTES, SLOT_ALIGN_BYTES, arena.allocated_bytes)
+    recorder, reports = Recorder(now, wall), Reports(now, wall)
+    pages = Pages(arena, segments, recorder.record)
+    peers = pages.elsewhere = Peers(record, pages, network, stores, chance, now, recorder.record)
+    residence, view = Residence(config.artifact_bytes), peers.metadata.view
+    spare_bytes = min(ARTIFACT_SPARE_BYTES, config.artifact_bytes // 8)
+    artifacts = Artifacts(worker_id, residence, view, ArtifactPeers(peers), now, spare_bytes)
+    peers.on_view.append(artifacts.reconcile)
+    at_engines, at_workers = Requests(), Requests()
+    probe = Probe(pages, peers, segments, at_engines, at_workers, now, wall)
+    sampler = Sampler(worker_id, roles, address.host, probe.read)
+    sampler.measure()
+
+    def statistics() -> dict[str, int | str]:
+        return {**pages.statistics(), **peers.statistics(), **artifacts.statistics()}
+
+    observer = Observer(recorder, sampler, now, statistics, reports.all)
+    retention = Retention(pages, config.page_age_max_s, now)
+    census = Census(worker_id, peers, retention, observer.signals)
+    gateway = Gateway(worker_id, artifacts, peers, census, chance, "gateway" in roles, now, wall)
+    return _Made(
+        worker_id, roles, segments, pages, peers, observer, probe, artifacts, gateway, retention, sampler,
+        EngineService(worker_id, arena, pages, peers, observer, at_engines, gateway, reports, retention),
+        PeerService(worker_id, pages, peers, observer, at_workers, gateway),
+    )  # fmt: skip

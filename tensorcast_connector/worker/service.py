@@ -10,7 +10,7 @@ import msgspec
 from tensorcast_connector.config import KEY_BYTES_MAX, KEYS_PER_MESSAGE_MAX
 from tensorcast_connector.errors import Exhausted, ProtocolError
 from tensorcast_connector.net.bulk import BULK_ROLE, serve_bulk
-from tensorcast_connector.net.rpc import Connection, accept, serve_stream
+from tensorcast_connector.net.rpc import Connection, Session, accept, open_session, serve_stream
 from tensorcast_connector.net.transport import Stream
 from tensorcast_connector.types import InstanceId
 from tensorcast_connector.wire.codec import (
@@ -26,7 +26,9 @@ from tensorcast_connector.wire.messages import (
     AskInventory,
     AttachInstance,
     Commit,
+    CopyHeader,
     Find,
+    ForgetTenant,
     GetSignals,
     GetStatistics,
     GetStory,
@@ -37,19 +39,32 @@ from tensorcast_connector.wire.messages import (
     Message,
     Ok,
     PagesFound,
+    ReadHeader,
     Release,
     Report,
     Reserve,
     Reserved,
 )
+from tensorcast_connector.wire.plan_messages import (
+    CancelOwnedPlan,
+    CancelSteps,
+    ReportInstance,
+    RunStep,
+    StepDone,
+    StepEnded,
+    TakeStep,
+)
 from tensorcast_connector.wire.store_messages import (
     InstanceRecord,
 )
 from tensorcast_connector.worker.arena import Arena
+from tensorcast_connector.worker.census import Reports
+from tensorcast_connector.worker.gateway import CALLER_ROLE, Gateway
 from tensorcast_connector.worker.observer import Observer, Question
 from tensorcast_connector.worker.pages import Held, Pages
 from tensorcast_connector.worker.peers import Peers
 from tensorcast_connector.worker.probe import Requests
+from tensorcast_connector.worker.retention import Retention
 
 logger = logging.getLogger(__name__)
 _session_ids = itertools.count(1)
@@ -58,8 +73,9 @@ _session_ids = itertools.count(1)
 class _EngineSession:
     """One connection of an engine: a Session. Its holds, reservations and listing end with it."""
 
-    def __init__(self, service: "EngineService", stream: Stream) -> None:
+    def __init__(self, service: "EngineService", stream: Stream, name: str) -> None:
         self._service = service
+        self._engine = name.rpartition("/")[0] or name  # every process of an engine connects as INSTANCE/PART
         self._stream = stream
         self._id = next(_session_ids)
         self._busy = service.requests.opened()
@@ -82,6 +98,8 @@ class _EngineSession:
         if self._instance is not None and listed and listed[0] == self._id:
             del self._service.listed[self._instance]
             self._service.peers.remove(listed[1])
+            self._service.gateway.executor.detach(self._instance)
+            self._service.reports.forget(self._instance)
 
     async def _map_arena(self, _: MapArena) -> Message:
         arena = self._service.arena
@@ -92,9 +110,16 @@ class _EngineSession:
     def _attach(self, message: AttachInstance) -> Message:
         if self._instance != message.instance_id:
             self._detach()
+            # What its former connection was told to do is not done any more, even if that has not been noticed here.
+            self._service.gateway.executor.detach(InstanceId(message.instance_id))
         self._instance = InstanceId(message.instance_id)
         record = InstanceRecord(
-            message.instance_id, self._service.server_id, message.engine, message.model, message.namespace
+            message.instance_id,
+            self._service.server_id,
+            message.engine,
+            message.model,
+            message.namespace,
+            message.tenant,
         )
         self._service.listed[self._instance] = self._id, record
         self._service.peers.add(record)
@@ -102,6 +127,10 @@ class _EngineSession:
 
     def _lookup(self, message: Lookup) -> Message | Awaitable[Message]:
         self._service.pages.release(self._id, message.lookup_id)
+        if self._service.disabled(self._engine):
+            return LookupResult(0, 0)
+        if listed := self._service.listed.get(InstanceId(self._engine)):
+            self._service.retention.names(listed[1].tenant, message.keyspaces)
         held = self._service.pages.hold_local(self._id, message.lookup_id, message.keyspaces, message.block_hashes)
         return self._locate(held) if held.missing else self._looked_up(held, held.leading_blocks)
 
@@ -128,6 +157,8 @@ class _EngineSession:
         return Ok()
 
     def _reserve(self, message: Reserve) -> Message:
+        if self._service.disabled(self._engine):
+            return Reserved([-1] * len(message.block_hashes))
         return Reserved(
             self._service.pages.reserve(self._id, message.keyspace, message.block_hashes, message.page_bytes)
         )
@@ -139,6 +170,25 @@ class _EngineSession:
     def _abort(self, message: Abort) -> Message:
         self._service.pages.abort(self._id, message.keyspace, message.block_hashes)
         return Ok()
+
+    async def _take_step(self, message: TakeStep) -> Message:
+        return await self._service.gateway.executor.take(self._attached(), message.wait_ms / 1000)
+
+    def _step_ended(self, message: StepEnded) -> Message:
+        self._service.gateway.executor.ended(self._attached(), message)
+        return Ok()
+
+    def _report(self, message: ReportInstance) -> Message:
+        if self._instance is None:
+            raise ProtocolError("only an attached instance has something to report")
+        self._service.reports.take(self._instance, message)
+        return Ok()
+
+    def _attached(self) -> InstanceId:
+        if self._instance is None:
+            raise ProtocolError("only an attached instance does steps")
+        self._service.gateway.executor.attach(self._instance)
+        return self._instance
 
     def _observe(self, question: Question) -> Message:
         return self._service.observer.answer(question)
@@ -152,6 +202,9 @@ class _EngineSession:
         Reserve: _reserve,
         Commit: _commit,
         Abort: _abort,
+        TakeStep: _take_step,
+        StepEnded: _step_ended,
+        ReportInstance: _report,
         GetStatistics: _observe,
         GetSignals: _observe,
         GetStory: _observe,
@@ -169,7 +222,8 @@ class EngineService:
     decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(EngineRequest)
 
     def __init__(
-        self, server_id: str, arena: Arena, pages: Pages, peers: Peers, observer: Observer, requests: Requests
+        self, server_id: str, arena: Arena, pages: Pages, peers: Peers, observer: Observer, requests: Requests,
+        gateway: Gateway, reports: Reports, retention: Retention,
     ) -> None:  # fmt: skip
         self.server_id = server_id
         self.arena = arena
@@ -177,12 +231,28 @@ class EngineService:
         self.peers = peers
         self.observer = observer
         self.requests = requests
+        self.gateway = gateway
+        self.reports = reports
+        self.retention = retention
         self.listed: dict[InstanceId, tuple[int, InstanceRecord]] = {}  # and the connection that lists it
 
-    def open_session(self, stream: Stream, hello: Hello) -> _EngineSession:
+    def open_session(self, stream: Stream, hello: Hello) -> Session:
         """A new connection."""
         logger.debug("%s %s connected", hello.role, hello.name)
-        return _EngineSession(self, stream)
+        return (
+            self.gateway.open_session(stream, hello)
+            if hello.role == CALLER_ROLE
+            else _EngineSession(self, stream, hello.name)
+        )
+
+    def disabled(self, engine: str) -> bool:
+        """Whether somebody has switched the pool off for this engine, for its model or for its namespace."""
+        view = self.peers.metadata.view
+        if not view.disabled:
+            return False
+        listed = self.listed.get(InstanceId(engine))
+        names = {engine, listed[1].model, listed[1].namespace} if listed else {engine}
+        return not names.isdisjoint(view.disabled)
 
     async def on_stream(self, stream: Stream) -> None:
         """An OnStream."""
@@ -212,6 +282,17 @@ class _PeerSession:
             self._check_sender(message.home)
         elif isinstance(message, Question):
             return self._service.observer.answer(message)
+        elif isinstance(message, RunStep):
+            return self._run_step(message)
+        elif isinstance(message, CancelSteps):
+            self._service.gateway.executor.cancel(message)
+            return Ok()
+        elif isinstance(message, CancelOwnedPlan):
+            return self._service.gateway.plans.cancel(message.key, forward=False)
+        elif isinstance(message, ForgetTenant):
+            return self._service.gateway.census.forget_here(message.tenant)
+        elif isinstance(message, ReadHeader):
+            return CopyHeader(self._service.gateway.artifacts.copy(message.artifact_id).encoded)
         reply = peers.metadata.serve(message, peers.now())
         peers.traffic.told(message)
         peers.wake()
@@ -221,6 +302,10 @@ class _PeerSession:
         """Nobody speaks for another worker."""
         if claimed != self._name:
             raise ProtocolError(f"{self._name!r} speaks for {claimed[:64]!r}")
+
+    async def _run_step(self, message: RunStep) -> Message:
+        with self._busy:
+            return StepDone(await self._service.gateway.executor.run(message))
 
     def close(self) -> None:
         """Nothing is held per connection."""
@@ -247,22 +332,25 @@ class PeerService:
     server = "worker"
     decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(PeerRequest)
 
-    def __init__(self, server_id: str, pages: Pages, peers: Peers, observer: Observer, requests: Requests) -> None:
+    def __init__(
+        self, server_id: str, pages: Pages, peers: Peers, observer: Observer, requests: Requests, gateway: Gateway
+    ) -> None:  # fmt: skip
         self.server_id = server_id
         self.peers = peers
         self.observer = observer
         self.requests = requests
+        self.gateway = gateway
         self._pages = pages
 
-    def open_session(self, stream: Stream, hello: Hello) -> _PeerSession:
+    def open_session(self, stream: Stream, hello: Hello) -> Session:
         """A new connection."""
         logger.debug("%s %s connected from %s", hello.role, hello.name, stream.peer)
-        return _PeerSession(self, hello.name)
+        return self.gateway.open_session(stream, hello) if hello.role == CALLER_ROLE else _PeerSession(self, hello.name)
 
     async def on_stream(self, stream: Stream) -> None:
         """An OnStream."""
         hello = await accept(stream, self.server, self.server_id)
         if hello.role == BULK_ROLE:
-            await serve_bulk(stream, self._pages)
+            await serve_bulk(stream, hello, self._pages, self.gateway)
         else:
-            await Connection(stream, self, self.open_session(stream, hello)).serve()
+            await Connection(stream, self, open_session(stream, self, hello)).serve()
