@@ -23,6 +23,7 @@ from tensorcast_connector.errors import (
     Exhausted,
     ProtocolError,
     TensorcastError,
+    Unauthorized,
     Unavailable,
     error_from_code,
 )
@@ -56,6 +57,9 @@ from tensorcast_connector.wire.messages import (
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=Message)
+Told = TypeVar("Told", bound=TensorcastError)
+STORE = "store"
+TENANT_ROLES = ("caller", "bulk")  # what a tenant's token is for
 
 
 class Session(Protocol):
@@ -109,11 +113,20 @@ async def receive_frame(stream: Stream) -> tuple[Header, Frame]:
     return header, Frame(header.kind, header.request_id, bytes(body), header.timeout_ms)
 
 
+def check_principal(stream: Stream, hello: Hello, server: str) -> None:
+    """Raises Unauthorized for a hello that the token shown on this connection does not allow (see net/access.py)."""
+    if stream.tenant is None:
+        return
+    if server == STORE or hello.role not in TENANT_ROLES or hello.tenant != stream.tenant:
+        raise Unauthorized(f"the token of tenant {stream.tenant!r} does not allow a {hello.role[:32]!r} at a {server}")
+
+
 async def accept(stream: Stream, server: str, server_id: str) -> Hello:
     """The server's side of the hello.
 
     Raises:
         ProtocolError: garbage, silence, or no common version; the peer has been told.
+        Unauthorized: what it wants is not what its token is for; it has been told.
         Unavailable: the peer left without a word.
     """
     try:
@@ -122,10 +135,11 @@ async def accept(stream: Stream, server: str, server_id: str) -> Hello:
         if frame.kind is not Kind.REQUEST:
             raise ProtocolError(f"the first message must be Hello, not a {frame.kind.name}")
         hello = decode(hello_decoder, frame.body, "the first message must be Hello;")
+        check_principal(stream, hello, server)
         stream.write(encode_frame(Kind.REPLY, frame.request_id, encode(welcome(hello, server, server_id))))
     except TimeoutError:
         raise ProtocolError(f"no hello within {HELLO_TIMEOUT_S:g} s") from None
-    except ProtocolError as error:
+    except (ProtocolError, Unauthorized) as error:
         raise _told(stream, error) from None
     return hello
 
@@ -144,7 +158,7 @@ async def _first_frame(stream: Stream) -> Frame:
     raise Unavailable(f"{stream.peer} left without a word")
 
 
-def _told(stream: Stream, error: ProtocolError) -> ProtocolError:
+def _told(stream: Stream, error: Told) -> Told:
     """`error`, after the peer was told; request id 0 speaks of the whole connection."""
     stream.write(encode_frame(Kind.ERROR, 0, encode(Failure(error.code, str(error)))))
     return error
@@ -255,7 +269,16 @@ def _as_failure(error: Exception) -> Failure:
 async def serve_stream(stream: Stream, service: Service) -> None:
     """Serves one connection until it ends; an OnStream once the service is bound."""
     hello = await accept(stream, service.server, service.server_id)
-    await Connection(stream, service, service.open_session(stream, hello)).serve()
+    await Connection(stream, service, open_session(stream, service, hello)).serve()
+
+
+def open_session(stream: Stream, service: Service, hello: Hello) -> Session:
+    """The session of a connection that has said hello; one that is refused is told why."""
+    try:
+        return service.open_session(stream, hello)
+    except TensorcastError as error:
+        stream.write(encode_frame(Kind.ERROR, 0, encode(Failure(error.code, str(error)))))
+        raise
 
 
 def result_of(frame: Frame, expected: type[R]) -> R:

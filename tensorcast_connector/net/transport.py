@@ -19,6 +19,10 @@ class Stream(Protocol):
     def peer(self) -> str:
         """Who is on the other side, for messages to people."""
 
+    @property
+    def tenant(self) -> str | None:
+        """Whom the peer acts for, if it has shown a tenant's token; None: it may do everything that this listener offers."""
+
     async def receive(self) -> bytes:
         """Some bytes, at least one; b"" once the peer has finished.
 
