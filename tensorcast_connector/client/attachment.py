@@ -39,6 +39,7 @@ from tensorcast_connector.wire.messages import (
     Reserved,
     Statistics,
 )
+from tensorcast_connector.wire.plan_messages import ReportInstance
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
@@ -180,6 +181,11 @@ class Attachment:
         """Changes what is listed about this engine, now and at every reconnect."""
         self._instance = instance
         self._tell(instance)
+
+    def report(self, running: int, waiting: int, kv_usage: float | None) -> None:
+        """How many requests the engine computes and keeps waiting, how full its KV cache is; never waits, never fails."""
+        if self._instance is not None:
+            self._tell(ReportInstance("serving", running, waiting, kv_usage))
 
     # --- requests ---
 

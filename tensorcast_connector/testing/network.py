@@ -111,6 +111,7 @@ class FakeStream:
 
     def __init__(self, peer: str, incoming: _Pipe, outgoing: _Pipe) -> None:
         self.peer = peer
+        self.tenant: str | None = None
         self._in = incoming
         self._out = outgoing
         self._closed = False

@@ -24,8 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tensorcast_connector.client.attachment import Attachment
-from tensorcast_connector.config import SAVE_BACKLOG_BLOCKS_MAX, ConnectorConfig, parse_address
+from tensorcast_connector.config import SAVE_BACKLOG_BLOCKS_MAX, parse_address
 from tensorcast_connector.engines.device import copier_for
+from tensorcast_connector.engines.options import ConnectorConfig
 from tensorcast_connector.engines.vllm.jobs import StepJobs
 from tensorcast_connector.engines.vllm.metadata import SavesDone, StepMetadata
 from tensorcast_connector.engines.vllm.metrics import PoolMetrics, PoolStats
@@ -82,6 +83,9 @@ class _BlockPoolPins:
 
     def pin(self, block_ids: Sequence[int]) -> None:
         self._pool.touch([self._pool.blocks[each] for each in block_ids])
+
+    def usage(self) -> float:
+        return float(self._pool.get_usage())
 
     def unpin(self, block_ids: Sequence[int]) -> None:
         # Last first, as vLLM frees a request: the head of a prompt is the part most worth keeping.
@@ -142,7 +146,8 @@ class TensorcastConnector(KVConnectorBase_V1, SupportsHMA):
         model = self._vllm_config.model_config
         served = model.served_model_name
         shown = served[0] if isinstance(served, list) else served or model.model
-        return AttachInstance(str(self._vllm_config.kv_transfer_config.engine_id), "vllm", str(shown), namespace)
+        engine_id = str(self._vllm_config.kv_transfer_config.engine_id)
+        return AttachInstance(engine_id, "vllm", str(shown), namespace, self._config.tenant)
 
     def _find_epoch(self) -> None:
         epoch = epoch_of_weights(self._vllm_config, self._config)

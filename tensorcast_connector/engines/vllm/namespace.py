@@ -6,8 +6,9 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from tensorcast_connector.config import ConnectorConfig, default_cache_dir
+from tensorcast_connector.config import default_cache_dir
 from tensorcast_connector.core.identity import keyspace, namespace_digest
+from tensorcast_connector.engines.options import ConnectorConfig
 from tensorcast_connector.engines.weights_epoch import weights_epoch
 from tensorcast_connector.errors import ConfigError
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tensorcast_connector.config import ConnectorConfig
+from tensorcast_connector.engines.options import ConnectorConfig
 from tensorcast_connector.errors import ConfigError
 
 NAME = "TensorcastConnector"

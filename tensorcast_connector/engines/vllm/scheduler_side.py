@@ -6,12 +6,14 @@ passed in, so the whole side runs in a test without an engine.
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tensorcast_connector.config import SAVE_BACKLOG_BLOCKS_MAX, ConnectorConfig
+from tensorcast_connector.config import INSTANCE_REPORT_INTERVAL_S, SAVE_BACKLOG_BLOCKS_MAX
+from tensorcast_connector.engines.options import ConnectorConfig
 from tensorcast_connector.engines.vllm.jobs import LoadJob, SaveJob, StepJobs
 from tensorcast_connector.wire.messages import (
     LookupResult,
@@ -34,6 +36,9 @@ class Worker(Protocol):
     ) -> "Future[LookupResult]":
         """See Attachment."""
 
+    def report(self, running: int, waiting: int, kv_usage: float | None) -> None:
+        """See Attachment."""
+
     def release(self, hold_ids: Sequence[str]) -> None:
         """See Attachment."""
 
@@ -43,6 +48,9 @@ class BlockPins(Protocol):
 
     def pin(self, block_ids: Sequence[int]) -> None:
         """Keeps blocks from being reused."""
+
+    def usage(self) -> float:
+        """How much of the pool is in use, from 0 to 1."""
 
     def unpin(self, block_ids: Sequence[int]) -> None:
         """Ends that."""
@@ -102,6 +110,7 @@ class SchedulerSide:
         self._hold_ids = itertools.count()
         self._keyspaces: list[bytes] | None = None
         self._epoch = 0
+        self._report_at_s = 0.0
         self.counters = {"lookups": 0, "lookups_late": 0, "hits": 0, "tokens_matched": 0, "save_jobs": 0}
 
     def __repr__(self) -> str:
@@ -217,6 +226,7 @@ class SchedulerSide:
                 # The loads must go out whatever happens: their requests wait for them.
                 logger.exception("tensorcast: planning saves failed; serving without the pool from now on")
                 self.stop()
+        self._report(len(scheduled_tokens))
         return jobs
 
     def _save_job(self, request_id: str, tokens: int, block_ids_of: Callable[[str], Sequence[int]]) -> SaveJob | None:
@@ -278,6 +288,22 @@ class SchedulerSide:
                 tracked.lookup.cancel()
             self._worker.release([tracked.hold_id])
         self._new_loads = [job for job in self._new_loads if job.request_id != request_id]
+        if not self._tracked and self._report_at_s < math.inf:  # there may be no step for long
+            self._report_at_s = 0.0
+            self._report(0)
+
+    def _report(self, running: int) -> None:
+        """Tells the worker how the engine is doing, at an interval."""
+        now = self._now()
+        if now < self._report_at_s:
+            return
+        self._report_at_s = now + INSTANCE_REPORT_INTERVAL_S
+        try:
+            usage = self._pins.usage() if self._pins is not None else None
+            self._worker.report(running, max(0, len(self._tracked) - running), usage)
+        except Exception:
+            logger.exception("tensorcast: this engine cannot say how it is doing; it does not from now on")
+            self._report_at_s = math.inf
 
     def stop(self) -> None:
         """Something is wrong with us: nothing is looked up, loaded or saved any more. What is under way still ends."""
