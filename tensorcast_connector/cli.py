@@ -13,10 +13,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
+from tensorcast_connector.cli_callers import parse_seconds
 from tensorcast_connector.cli_database import back_up, restore
 from tensorcast_connector.cli_logs import set_up_logging
+from tensorcast_connector.cli_network import ACCESS_FLAGS, access_flags, run_token, token_flags
 from tensorcast_connector.cli_serve import serve_both, serve_store, serve_worker
+from tensorcast_connector.cli_service import add_service_commands
 from tensorcast_connector.cli_status import run_status, run_story, status_flags, story_flags
+from tensorcast_connector.cli_switch import disable_flags, enable_flags, run_disable, run_enable
 from tensorcast_connector.config import (
     StoreConfig,
     WorkerConfig,
@@ -36,8 +40,10 @@ def _worker_config(
     args: argparse.Namespace, store: str | None, default_socket: str = "", refused: Mapping[str, str] | None = None
 ) -> WorkerConfig:
     arena = parse_size(args.arena, "arena") if args.arena is not None else None
+    artifacts = parse_size(args.artifacts, "artifacts") if args.artifacts is not None else None
     flags = {"store": store, "name": args.name, "listen": args.listen, "advertise": args.advertise,
-             "socket": args.socket, "arena_bytes": arena, "roles": args.roles, "metrics": args.metrics}  # fmt: skip
+             "socket": args.socket, "arena_bytes": arena, "artifact_bytes": artifacts, "page_age_max_s": _seconds(args.page_age),
+             "roles": args.roles, "metrics": args.metrics, **_access(args)}  # fmt: skip
     config = config_from_file(WorkerConfig, args.config or "", flags, refused)
     parse_metrics(config.metrics)
     name = config.name or socket.gethostname()
@@ -47,8 +53,16 @@ def _worker_config(
 
 def _store_config(args: argparse.Namespace) -> StoreConfig:
     flags = {"listen": args.listen, "data_dir": args.data, "etcd": args.etcd, "etcd_prefix": args.etcd_prefix,
-             "metrics": args.metrics, "shards": getattr(args, "shards", None)}  # fmt: skip
+             "metrics": args.metrics, "shards": getattr(args, "shards", None), **_access(args)}  # fmt: skip
     return config_from_file(StoreConfig, args.config or "", flags)
+
+
+def _seconds(text: str | None) -> float | None:
+    return None if text is None else parse_seconds(text, "page-age")
+
+
+def _access(args: argparse.Namespace) -> dict[str, str | None]:
+    return {flag: getattr(args, flag, None) for flag in ACCESS_FLAGS}
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -90,7 +104,8 @@ def _run_up(args: argparse.Namespace) -> None:
         "store": "`tensorcast up` runs its own store (--store-listen); take the key out, or run `tensorcast worker`"
     }
     worker = _worker_config(args, None, str(folder.absolute() / "worker.sock"), its_own)
-    serve_both(store, worker, args.ready_file)
+    same = {flag: getattr(worker, flag) for flag in ACCESS_FLAGS}
+    serve_both(replace(store, **same), worker, args.ready_file)
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------
@@ -118,30 +133,8 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--metrics", metavar="HOST:PORT", help="serve /metrics for Prometheus and /healthz there; port 0 = any"
         )
+        access_flags(sub)
         sub.add_argument("--log-format", choices=("text", "json"), default="text")
-
-    def worker_flags(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--config", metavar="FILE", help="TOML file; flags win over it")
-        sub.add_argument("--name", help="name of this worker (default: the host's name)")
-        sub.add_argument(
-            "--listen",
-            metavar="HOST:PORT",
-            help="for other workers (default: 127.0.0.1, any port, which is for one host)",
-        )
-        sub.add_argument(
-            "--advertise", metavar="HOST:PORT", help="what other workers dial (default: the listening address)"
-        )
-        sub.add_argument(
-            "--socket",
-            metavar="PATH",
-            help="Unix socket for the engines of this host (default: in a folder private to the user)",
-        )
-        sub.add_argument(
-            "--roles",
-            metavar="ROLE,...",
-            help="basic: keeps pages (always); shard-home: knows where pages are; gateway: for callers (default: all)",
-        )
-        sub.add_argument("--arena", metavar="SIZE", help="shared memory for pages, for example 4GiB (default: 1GiB)")
 
     store = command("store", _run_store, "Keeps the list of workers, engines and leases.")
     store.add_argument("--listen", metavar="HOST:PORT", help="default 127.0.0.1:7700; port 0 = any")
@@ -149,18 +142,53 @@ def _parser() -> argparse.ArgumentParser:
     _store_flags(store)
     worker = command("worker", _run_worker, "Keeps pages in shared memory for the engines of this host.")
     worker.add_argument("--store", metavar="HOST:PORT,...", help="default 127.0.0.1:7700; several of one cluster")
-    worker_flags(worker)
+    _worker_flags(worker)
     serving(worker)
     up = command("up", _run_up, "A store and one worker in one process: all that one host needs.")
     up.add_argument(
         "--dir", metavar="DIR", help="folder for the database and the socket (default: private to the user)"
     )
     up.add_argument("--store-listen", metavar="HOST:PORT", default="127.0.0.1:7700", help="port 0 = any")
-    worker_flags(up)
+    _worker_flags(up)
     serving(up)
     status_flags(command("status", run_status, "Shows workers, engines, shards, and who holds what."))
     story_flags(command("story", run_story, "Tells what a worker has recorded about a page, a hold or a shard."))
+    add_service_commands(commands)
+    disable_flags(command("disable", run_disable, "Switches the pool off for an engine, a model or a namespace."))
+    enable_flags(command("enable", run_enable, "Switches it on again."))
+    token_flags(command("token", run_token, "Prints a new token for a cluster, or the one of a tenant."))
     return parser
+
+
+def _worker_flags(sub: argparse.ArgumentParser) -> None:
+    """What a worker is, on its own or in `up`."""
+    sub.add_argument("--config", metavar="FILE", help="TOML file; flags win over it")
+    sub.add_argument("--name", help="name of this worker (default: the host's name)")
+    sub.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        help="for other workers (default: 127.0.0.1, any port, which is for one host)",
+    )
+    sub.add_argument(
+        "--advertise", metavar="HOST:PORT", help="what other workers dial (default: the listening address)"
+    )
+    sub.add_argument(
+        "--socket",
+        metavar="PATH",
+        help="Unix socket for the engines of this host (default: in a folder private to the user)",
+    )
+    sub.add_argument(
+        "--roles",
+        metavar="ROLE,...",
+        help="basic: keeps pages (always); shard-home: knows where pages are; gateway: for callers (default: all)",
+    )
+    sub.add_argument("--arena", metavar="SIZE", help="shared memory for pages, for example 4GiB (default: 1GiB)")
+    sub.add_argument(
+        "--page-age",
+        metavar="TIME",
+        help="pages of KV cache go so long after they came, for example 24h (default: never)",
+    )
+    sub.add_argument("--artifacts", metavar="SIZE", help="shared memory for artifacts, at most (default: 1GiB)")
 
 
 def _version() -> str:

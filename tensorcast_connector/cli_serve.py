@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tensorcast_connector.cli_database import boottime_s, open_kv, where
+from tensorcast_connector.cli_network import network_of
 from tensorcast_connector.config import StoreConfig, WorkerConfig, parse_address, parse_metrics
 from tensorcast_connector.errors import ConfigError
 from tensorcast_connector.net.admission import allow_open_files
-from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.store.alive import Presence
 from tensorcast_connector.store.incarnation import ensure_incarnation
 from tensorcast_connector.store.measured_kv import MeasuredKv
@@ -51,7 +51,7 @@ class Parts:
     async def store(self, config: StoreConfig) -> str:
         """Starts a store; its address. Nothing is made for one that cannot listen: callers wait until its database is open."""
         opened: asyncio.Future[Store] = asyncio.get_running_loop().create_future()
-        listener = await listen(SocketNetwork(), parse_address(config.listen, "listen"), opened)
+        listener = await listen(network_of(config), parse_address(config.listen, "listen"), opened)
         self._stack.push_async_callback(listener.close)
         kv = await open_kv(self._stack, config)
         if config.etcd:
@@ -74,7 +74,7 @@ class Parts:
 
     async def worker(self, config: WorkerConfig) -> str:
         """Starts a worker; the address of its socket."""
-        worker = await start_worker(config, SocketNetwork(), random.Random(), boottime_s)
+        worker = await start_worker(config, network_of(config), random.Random(), boottime_s)
         self._stack.push_async_callback(worker.close)
         if self._sources is not None:
             from tensorcast_connector.worker.metrics import WorkerMetrics

@@ -16,12 +16,12 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from tensorcast_connector.cli_network import access_flags, network_of_flags
 from tensorcast_connector.cli_tables import as_tables, printable
 from tensorcast_connector.client.status import ClusterStatus, StatusReader, WorkerStatus, read_story
 from tensorcast_connector.config import parse_address
 from tensorcast_connector.core.story import nothing_found
 from tensorcast_connector.errors import ConfigError, TensorcastError
-from tensorcast_connector.net.sockets import SocketNetwork
 
 PIPED_COLUMNS = 100_000  # nothing is cut or broken in a pipe
 
@@ -152,6 +152,7 @@ def console() -> Console:
 
 def status_flags(sub: argparse.ArgumentParser) -> None:
     """The flags of `tensorcast status`."""
+    access_flags(sub)
     sub.add_argument("--store", metavar="HOST:PORT,...", default="127.0.0.1:7700", help="default 127.0.0.1:7700")
     sub.add_argument("--json", action="store_true", help="one object, described in docs/status.md")
     sub.add_argument("--shards", action="store_true", help="one line for each shard, with its fencing token")
@@ -165,7 +166,7 @@ def run_status(args: argparse.Namespace) -> None:
     stores = [parse_address(each.strip(), "store") for each in args.store.split(",")]
     if args.watch is not None and not (args.watch > 0 and math.isfinite(args.watch)):
         raise ConfigError(f"watch={args.watch:g}: seconds above 0 are needed")
-    reader = StatusReader(SocketNetwork(), stores, "tensorcast status", random.Random(), time.monotonic)
+    reader = StatusReader(network_of_flags(args), stores, "tensorcast status", random.Random(), time.monotonic)
     command = StatusCommand(reader, time.monotonic, time.time, args.json, args.shards)
     if args.watch is None:
         asyncio.run(command.once())
@@ -176,6 +177,7 @@ def run_status(args: argparse.Namespace) -> None:
 
 def story_flags(sub: argparse.ArgumentParser) -> None:
     """The flags of `tensorcast story`."""
+    access_flags(sub)
     sub.add_argument("text", help="first hex digits of a block hash, a hold's id, 'shard 12', or '' for everything")
     sub.add_argument("--worker", metavar="ADDRESS", required=True, help="HOST:PORT or unix:/path of the worker")
 
@@ -183,7 +185,7 @@ def story_flags(sub: argparse.ArgumentParser) -> None:
 def run_story(args: argparse.Namespace) -> None:
     """`tensorcast story`; raises TensorcastError."""
     worker = parse_address(args.worker, "worker")
-    lines = asyncio.run(read_story(SocketNetwork(), worker, args.text, "tensorcast story", random.Random()))
+    lines = asyncio.run(read_story(network_of_flags(args), worker, args.text, "tensorcast story", random.Random()))
     sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
     if not lines:
         sys.stderr.write(f"{worker} has {nothing_found(args.text)}\n")
