@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from demo.processes import terminated_as_exit
 from rich.console import Console
 
-from benchmarks import metadata
+from benchmarks import metadata, service
 from benchmarks.face import BenchError, Row, show
 
 Say = Callable[[str], None]
@@ -19,7 +19,11 @@ def _metadata(quick: bool, install_peers: bool, say: Say) -> list[Row]:
     return metadata.run(metadata.QUICK if quick else metadata.FULL, install_peers, say)
 
 
-BENCHMARKS: dict[str, Run] = {"metadata": _metadata}
+def _service(quick: bool, install_peers: bool, say: Say) -> list[Row]:  # noqa: ARG001 - pip installs its peers
+    return service.run(service.QUICK if quick else service.FULL, say)
+
+
+BENCHMARKS: dict[str, Run] = {"metadata": _metadata, "service": _service}
 """Every NAME, one module each."""
 
 
