@@ -199,12 +199,14 @@ class Cluster:
         await until(lambda: not any(plane(worker).member.store_error for worker in self.workers))
 
     async def worker(
-        self, name: str, arena_bytes: int = 4 << 20, roles: str = "basic,shard-home", stores: Sequence[Address] = ()
-    ) -> Worker:
+        self, name: str, arena_bytes: int = 4 << 20, roles: str = "basic,shard-home", stores: Sequence[Address] = (),
+        artifact_bytes: int = 64 << 20,
+    ) -> Worker:  # fmt: skip
         """A worker; `stores` are those it knows, the one there is unless told."""
         config = WorkerConfig(
             store=",".join(map(str, stores or [self.store_address])), name=name, listen="127.0.0.1:0",
             socket=str(self.folder / f"{name}.sock"), arena_bytes=arena_bytes, roles=roles,
+            artifact_bytes=artifact_bytes,
         )  # fmt: skip
         worker = await start_worker(config, self.network, self.chance, self.now)
         self.workers.append(worker)

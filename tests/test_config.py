@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from tensorcast_connector.config import (
-    ConnectorConfig,
     StoreConfig,
     WorkerConfig,
     config_from_file,
@@ -17,6 +16,7 @@ from tensorcast_connector.config import (
     parse_roles,
     parse_size,
 )
+from tensorcast_connector.engines.options import ConnectorConfig
 from tensorcast_connector.errors import ConfigError
 from tensorcast_connector.types import Address
 
@@ -119,7 +119,8 @@ def test_a_store_on_etcd(tmp_path: Path) -> None:
         ('advertize = "h:1"', r"unknown key 'advertize'; did you mean 'advertise'\?"),
         (
             "zzz = 1",
-            "unknown key 'zzz'; known keys: advertise, arena_bytes, listen, metrics, name, roles, socket, store",
+            "unknown key 'zzz'; known keys: advertise, arena_bytes, artifact_bytes, listen, metrics, name, page_age_max_s, "
+            "roles, socket, store, tls_ca, tls_cert, tls_key, token_file",
         ),
         ("[worker]\nname = 'n'", "unknown key 'worker'"),
         ("name = 1", "name=1 should be text in quotes"),

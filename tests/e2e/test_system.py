@@ -14,6 +14,7 @@ from demo.engine import Engine
 from demo.pool import Started
 from demo.processes import program
 
+from tensorcast_connector.client.blocking import connect_blocking
 from tests.e2e.conftest import System
 from tests.e2e.probe import (
     BLOCK,
@@ -116,6 +117,38 @@ def test_a_request_may_stay_out_of_the_pool(system: System, salt: str) -> None:
     assert statistics(system.workers[0])["pages_saved"] == before
 
 
+def test_engines_say_how_they_are_doing_and_serve_on_when_they_are_switched_off(system: System, salt: str) -> None:
+    """No restart, and the same tokens; then the pages of the tenant are removed everywhere."""
+    prompts = [tokens(8, 3000)]
+    references = referred(system.plain, prompts, salt)
+    known = located(system.workers)
+    saved(system.a, prompts, salt)
+    wait_saved(system.workers, known, 3000 // BLOCK)
+    with connect_blocking(system.workers[0]["worker"]) as session:
+        mine = {worker["worker_id"] for worker in system.workers}
+        until(lambda: all(each.report for each in session.list_instances() if each.worker_id in mine), "engines report")
+        seen = {each.worker_id: each for each in session.list_instances()}
+        report = seen[system.workers[0]["worker_id"]].report
+        assert report is not None and report.state == "serving" and report.kv_usage is not None
+        assert report.running == report.waiting == 0 and 0 <= report.kv_usage <= 1
+        engine = seen[system.workers[1]["worker_id"]].instance_id
+        session.disable(engine, "a test")
+        before = system.b.sources()
+        comparison = checked(system.b, references, f"{salt}")
+        assert comparison.same and (system.b.sources() - before).pool == 0
+        assert post(f"{system.b.url}/reset_prefix_cache")["success"]
+        session.enable(engine)
+        before = system.b.sources()
+        seconds(system.b, prompts[0], salt)
+        assert (system.b.sources() - before).pool == 3000 // BLOCK * BLOCK
+        until(lambda: idle(system.a) and idle(system.b), "the engines are idle")
+        until(lambda: session.forget_pages().in_use == 0, "no page is in use")
+        assert post(f"{system.b.url}/reset_prefix_cache")["success"]
+        before = system.b.sources()
+        seconds(system.b, prompts[0], salt)
+        assert (system.b.sources() - before).pool == 0
+
+
 def test_aborted_requests_leave_no_block_in_use(system: System, salt: str) -> None:
     prompt = tokens(5, 6000)
     known = located(system.workers)
@@ -194,7 +227,7 @@ def test_the_openai_client_works_through_the_router_unchanged(system: System, st
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0, "the follow-up found its prefix"
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert streamed == (whole.choices[0].message.content or "")
-    assert [model.id for model in client.models.list()] == [system.a.served_name]
+    assert [model.id for model in client.models.list_artifacts()] == [system.a.served_name]
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model=system.a.served_name, messages=messages, max_tokens=-5)
     with pytest.raises(openai.NotFoundError):

@@ -13,25 +13,40 @@ from demo.pool import Started
 from demo.processes import Supervisor
 
 from tensorcast_connector.config import parse_address
-from tensorcast_connector.wire.codec import encode
+from tensorcast_connector.wire.codec import CallerRequest, encode, failure_decoder
 from tensorcast_connector.wire.frames import FRAME_BODY_BYTES_MAX, Kind, encode_frame
 from tensorcast_connector.wire.messages import (
     PROTOCOL_VERSION,
     AskInventory,
+    FetchBytes,
     FindKeys,
     FindPages,
     Hello,
+    Message,
+    ReadHeader,
     ReportKeys,
     ReportPages,
 )
+from tensorcast_connector.wire.plan_messages import (
+    CancelOwnedPlan,
+    CancelSteps,
+    ReportInstance,
+    RunStep,
+    StepEnded,
+    TakeStep,
+)
 from tensorcast_connector.wire.store_messages import (
     ClaimShards,
+    GrantLease,
     KeepAlive,
+    ReadRecords,
     RegisterWorker,
     ReleaseShards,
     WorkerRecord,
+    WriteRecords,
 )
 from tests.faults.host import Host, fresh
+from tests.strange import some
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
 
@@ -145,3 +160,57 @@ def test_what_a_stranger_may_not_do(ports: dict[str, str]) -> None:
                 connection.sendall(encode_frame(Kind.REQUEST, 2, encode(message), 2000))
                 answer = connection.recv(65536)
                 assert answer[:2] == b"TC" and answer[3] in (Kind.REPLY, Kind.ERROR), (message, answer)
+
+
+CALLER_HELLO = encode_frame(Kind.REQUEST, 1, encode(Hello(1, PROTOCOL_VERSION, "caller", "stranger", "t")))
+SERVICE: dict[str, tuple[bytes, list[type[Message]]]] = {
+    "socket": (CALLER_HELLO, [*CallerRequest.__args__, TakeStep, StepEnded, ReportInstance]),
+    "peer": (CALLER_HELLO, list(CallerRequest.__args__)),
+    "peer as a worker": (HELLO, [RunStep, CancelSteps, CancelOwnedPlan, ReadHeader]),
+    "socket as an engine": (HELLO, [TakeStep, StepEnded, ReportInstance]),
+    "peer in bulk": (
+        encode_frame(Kind.REQUEST, 1, encode(Hello(1, PROTOCOL_VERSION, "bulk", "stranger", "t"))), [FetchBytes]),
+    "store": (HELLO, [ReadRecords, WriteRecords, GrantLease]),
+}  # fmt: skip
+
+
+def answer(connection: socket.socket) -> tuple[int, bytes]:
+    """The kind and the body of the next frame, behind the byte that carries a descriptor; (0, b"") if it was closed."""
+    data = b""
+    while len(data) < HEADER.size or len(data) < HEADER.size + HEADER.unpack(data[: HEADER.size])[3]:
+        part = connection.recv(1 << 20)
+        if not part:
+            return 0, b""
+        data = (data + part).lstrip(b"\0")
+    return data[3], data[HEADER.size :]
+
+
+@pytest.mark.parametrize("where", SERVICE)
+def test_requests_for_artifacts_and_plans_that_make_no_sense(ports: dict[str, str], where: str) -> None:
+    """With any values, and damaged: a typed answer each, or the connection is closed."""
+    hello, kinds = SERVICE[where]
+    chance = random.Random(where)
+    for kind in kinds:
+        connection: socket.socket | None = None
+        for number, message in enumerate(some(kind, chance, 8)):
+            body = bytearray(encode(message))
+            if number % 2:
+                body[chance.randrange(len(body))] ^= 1 << chance.randrange(8)
+            if connection is None:
+                connection = connect(ports[where.partition(" ")[0]])
+                connection.sendall(hello)
+                assert answer(connection)[0] == Kind.REPLY
+            try:
+                connection.sendall(encode_frame(Kind.REQUEST, 2, bytes(body), 200))
+                kind_, reply = answer(connection)
+            except ConnectionError:
+                kind_ = 0
+            if not kind_:  # it was closed on us
+                connection = connection.close()
+                continue
+            assert kind_ in (Kind.REPLY, Kind.ERROR)
+            if kind_ == Kind.ERROR:
+                failure = failure_decoder.decode(reply)
+                assert failure.code != "internal" and "\n" not in failure.message, (message, failure)
+        if connection is not None:
+            connection.close()

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 import xxhash
 
-from tensorcast_connector.errors import ProtocolError, TensorcastError, Unavailable
+from tensorcast_connector.errors import NotFound, ProtocolError, TensorcastError, Unavailable
 from tensorcast_connector.net import bulk
 from tensorcast_connector.net.bulk import BULK_ROLE, BulkClient, PageBytes, serve_bulk
 from tensorcast_connector.net.rpc import accept, receive_frame
@@ -28,6 +28,13 @@ from tensorcast_connector.wire.messages import (
 )
 from tests.net.conftest import Place
 from tests.waiting import until
+
+
+class NoArtifacts:
+    """A PartSource."""
+
+    def parts(self, hello: Hello, artifact_id: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        raise NotFound("there are none")
 
 
 class Shelf:
@@ -65,7 +72,7 @@ class Bulk:
         hello = await accept(stream, "worker", "w")
         assert hello.role == BULK_ROLE
         self.streams.append(stream)
-        await serve_bulk(stream, self.shelf)
+        await serve_bulk(stream, hello, self.shelf, NoArtifacts())
 
     async def listen(self) -> None:
         address = self.listener.address if self.listener else self.place.address

@@ -59,7 +59,7 @@ async def test_many_at_once(worker: Worker) -> None:
 
 
 async def test_nobody_there(tmp_path: Path) -> None:
-    with pytest.raises(Unavailable, match=r"cannot map the arena of unix:.*: No such file"):
+    with pytest.raises(Unavailable, match=r"cannot map the memory of unix:.*: No such file"):
         await receive_arena(str(tmp_path / "none"), "me")
 
 
@@ -100,10 +100,10 @@ async def talks_http(stream: Stream) -> None:
 @pytest.mark.parametrize(
     ("serve", "kind", "why"),
     [
-        (leaves, Unavailable, "closed the connection|cannot map the arena"),
-        (leaves_after_hello, Unavailable, "closed the connection|cannot map the arena"),
+        (leaves, Unavailable, "closed the connection|cannot map the memory"),
+        (leaves_after_hello, Unavailable, "closed the connection|cannot map the memory"),
         (refuses, Unavailable, "not today"),
-        (passes_nothing, ProtocolError, "did not pass its arena"),
+        (passes_nothing, ProtocolError, "did not pass its memory"),
         (passes_and_says_something_else, ProtocolError, "expected ArenaInfo, got Ok"),
         (talks_http, ProtocolError, "not a tensorcast connection"),
     ],
@@ -127,6 +127,6 @@ async def test_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             pass
 
     listener = await SocketNetwork().listen(Address("unix", path=str(tmp_path / "s")), mute)
-    with pytest.raises(Unavailable, match=r"did not pass its arena within 0.02 s"):
+    with pytest.raises(Unavailable, match=r"did not pass its memory within 0.02 s"):
         await receive_arena(str(tmp_path / "s"), "me")
     await listener.close()

@@ -15,7 +15,8 @@ import pytest
 from tensorcast_connector.errors import ConfigError, ProtocolError, Unavailable
 from tensorcast_connector.net import sockets
 from tensorcast_connector.net.private import private_directory
-from tensorcast_connector.net.sockets import RECEIVE_BUFFER_BYTES, SocketNetwork
+from tensorcast_connector.net.socket_stream import RECEIVE_BUFFER_BYTES
+from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.net.transport import Listener, Stream
 from tensorcast_connector.types import Address
 from tests.waiting import until

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tensorcast_connector.config import CLOCK_DRIFT_MAX, MEMBER_TTL_S, ROLES
+from tests.sim.caller_process import CallerProcess, Job
 from tests.sim.engine_process import EngineProcess
 from tests.sim.invariants.base import Invariant
 from tests.sim.network import Network
+from tests.sim.plan_service import PlanService
 from tests.sim.store_process import StoreProcess
 from tests.sim.worker_process import WorkerProcess
 from tests.sim.world import Clock, World
@@ -36,7 +38,15 @@ class Shape:
     copy_max_s: float = 0.02
     basic_only: int = 0  # how many of the workers are no shard homes
     reconnects: bool = True  # whether workers notice that a store is there again
+    callers: int = 0  # who submit plans
+    caller_interval_s: float = 1.5
+    wall_offsets_s: tuple[float, ...] = (0.0,)  # of the wall clocks of the hosts, in turn
     limits: dict[str, float] = field(default_factory=dict)  # "module:NAME" -> another value than in config.py
+
+    @property
+    def plans(self) -> bool:
+        """Whether there are any."""
+        return self.callers > 0
 
 
 # Small limits make rare situations frequent: inventories in several messages, compacted histories, many handovers.
@@ -49,8 +59,11 @@ LIMITS: dict[str, Sequence[float]] = {
     "tensorcast_connector.core.leases:HANDOVER_AFTER_S": (1.0, 3.0, 10.0),
     "tensorcast_connector.core.leases:HANDOVER_SHARDS_MAX": (1, 8),
     "tensorcast_connector.core.member:WATCH_WAIT_S": (1.0, 10.0),
+    "tensorcast_connector.core.gateway_plans:PLAN_FOLLOW_INTERVAL_S": (0.2, 0.5),
+    "tensorcast_connector.core.gateway_plans:PLAN_ORPHANS_INTERVAL_S": (1.0, 4.0),
     "tensorcast_connector.store.answers:LISTING_BYTES_MAX": (600, 4 << 20),
 }
+WALL_OFFSETS_S = (0.0, 0.0, 0.4, -0.4, 3600.0, -3600.0)
 
 
 def draw_shape(seed: int) -> Shape:
@@ -69,6 +82,9 @@ def draw_shape(seed: int) -> Shape:
         basic_only=chance.choice((0, 0, 0, 1)),
         reconnects=chance.random() < 0.7,
         limits={name: chance.choice(values) for name, values in LIMITS.items()},
+        callers=chance.choice((0, 0, 0, 0, 1, 2)),
+        caller_interval_s=chance.choice((0.8, 1.6)),
+        wall_offsets_s=tuple(chance.choice(WALL_OFFSETS_S) for _ in range(workers)),
     )
 
 
@@ -110,6 +126,14 @@ class Cluster:
             self.start_worker(host)
         for number in range(shape.engines):
             self.start_engine(self.hosts[0 if shape.engines_together else number % len(self.hosts)])
+        self.jobs: list[Job] = []
+        for number in range(shape.callers):
+            host = self.hosts[number % len(self.hosts)]
+            CallerProcess(
+                self.world, self.network, host, number, self.clocks[host], self.jobs,
+                lambda: [each.name for each in self.workers()],
+                lambda: (self.hosts, [each.name for each in self.engines()]), shape.caller_interval_s,
+            )  # fmt: skip
 
     def _next_folder(self) -> Path:
         self._databases += 1
@@ -130,6 +154,10 @@ class Cluster:
         """Those that live."""
         return [each for each in self.world.processes.values() if isinstance(each, EngineProcess)]
 
+    def callers(self) -> list[CallerProcess]:
+        """Those who submit plans."""
+        return [each for each in self.world.processes.values() if isinstance(each, CallerProcess)]
+
     def worker_on(self, host: str) -> WorkerProcess | None:
         """The one that runs there, if any."""
         return next((each for each in self.workers() if each.host == host), None)
@@ -139,9 +167,13 @@ class Cluster:
         run = self._runs[host] = self._runs.get(host, 0) + 1
         basic = self.hosts.index(host) >= len(self.hosts) - self.shape.basic_only
         roles = ROLES[:1] if basic else ROLES
-        return WorkerProcess(
+        worker = WorkerProcess(
             self.world, self.network, host, run, self.clocks[host], roles, self.shape.arena_bytes
         )  # fmt: skip
+        if self.shape.plans:
+            offsets = self.shape.wall_offsets_s
+            worker.plans = PlanService(worker, offsets[self.hosts.index(host) % len(offsets)])
+        return worker
 
     def start_engine(self, host: str) -> EngineProcess:
         """A new engine."""

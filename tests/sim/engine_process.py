@@ -92,6 +92,7 @@ class EngineProcess(Process):
         self.stall_s = 0.0  # in the middle of its next copy it stalls for so long, and gives its connection up
         self._stalled_until = 0.0
         self.idle = False  # starts nothing new
+        self._results: dict[str, dict[str, str]] = {}  # of steps of plans, by their keys: its adaptor does each once
         self.connection: Connection | None = None
         self.after(0.0, self._connect)
         self.after(0.1, self._step)
@@ -163,6 +164,16 @@ class EngineProcess(Process):
         else:
             self._look_up(connection, keyspace, hashes, f"lookup{self._operations}")
         return True
+
+    def do_step(self, key: str, duration_s: float, done: Callable[[Any], None]) -> None:
+        """A step of a plan; `done` gets what it results in."""
+
+        def end() -> None:
+            again = key in self._results
+            self.world.counts["engine step again"] += again
+            done(self._results.setdefault(key, {"artifact": f"{key} by {self.name}"}))
+
+        self.after(duration_s, end)
 
     def _copying(self, first: Callable[[], None], second: Callable[[], None], then: Callable[[], None]) -> None:
         """A copy in two halves. The connection stays while it is under way."""

@@ -27,6 +27,13 @@ THEMES = (
     ("store clock", "worker clock", "one-way partition", "loss"),
     ("database lost", "store pause", "partition", "duplication"),
 )
+PLAN_THEMES = (
+    ("worker pause", "delay"),
+    ("worker pause", "one-way partition", "duplication"),
+    ("worker crash", "loss", "duplication"),
+    ("worker crash", "worker pause", "engine crash"),
+    ("store crash", "torn write", "worker pause", "worker clock"),
+)
 
 
 class Nemesis:
@@ -42,7 +49,7 @@ class Nemesis:
         self._backup: Path | None = None
         kinds = self._kinds
         if self._chance.random() < 0.5:
-            self.kinds = list(self._chance.choice(THEMES))
+            self.kinds = list(self._chance.choice((*THEMES, *PLAN_THEMES) if cluster.shape.plans else THEMES))
         else:
             self.kinds = self._chance.sample(sorted(kinds), self._chance.randint(1, KINDS_MAX))
         self._interval_s = self._chance.choice((0.7, 1.5, 3.0))

@@ -16,8 +16,8 @@ CALLER_PATIENCE = 1.25  # net/rpc_client.py: the caller waits longer than it tel
 DUPLICATE_DELAY_MAX_S = 12.0
 SLOW_DELAY_MAX_S = 3.0
 
-Done = Callable[[Message | TensorcastError, bytes], None]
-"""Gets the reply or the error, and the bytes that came behind the reply."""
+Done = Callable[[Message | TensorcastError, bytes], object]
+"""Gets the reply or the error, and the bytes that came behind the reply; may return QUIET."""
 
 Answer = Callable[..., None]
 """What a server calls with its reply (a Failure is an error), and the bytes behind it."""
@@ -32,15 +32,14 @@ class _Exchange:
         self.caller = caller
         self._done: Done | None = done
 
-    def finish(self, result: Message | TensorcastError, payload: bytes = b"") -> bool:
-        """The first result counts; returns whether this was it."""
+    def finish(self, result: Message | TensorcastError, payload: bytes = b"") -> object:
+        """The first result counts; returns False if this was not it."""
         if self._done is None:
             return False
         done, self._done = self._done, None
-        done(result, payload)
-        return True
+        return done(result, payload)
 
-    def arrive(self, body: bytes, failed: bool, payload: bytes) -> bool:
+    def arrive(self, body: bytes, failed: bool, payload: bytes) -> object:
         """A reply is there."""
         if self._done is None:
             self.caller.world.counts["reply too late, or the second one"] += 1

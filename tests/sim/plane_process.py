@@ -32,6 +32,7 @@ from tensorcast_connector.wire.store_messages import Changes, ReplicaRecord, Rev
 from tensorcast_connector.worker.pages import Pages
 from tensorcast_connector.worker.service import PeerService
 from tests.sim.network import Answer, Network
+from tests.sim.plan_service import MESSAGES, PlanService
 from tests.sim.store_process import STORE
 from tests.sim.world import Clock, Process, World
 
@@ -54,6 +55,7 @@ class PlaneProcess(Process):
         self.roles = roles
         self.metadata = Metadata(WorkerRecord(self.name, host, "10.0.0.1:7701", 1, PROTOCOL_VERSION, roles), pages)
         self.artifacts: dict[str, ReplicaRecord] = {}
+        self.plans: PlanService | None = None  # if this world has plans
         self._alarm = float("inf")
         self._woken = False
         self.touched = True  # something may have changed in the arena since this was last reset
@@ -136,6 +138,8 @@ class PlaneProcess(Process):
         elif isinstance(result, Reported | Fenced):
             self._learn(result.moved if isinstance(result, Reported) else result.shards)
         self.pump()
+        if self.plans is not None and isinstance(call, StoreCall):
+            self.plans.view_changed()
 
     def _learn(self, shards: Sequence[tuple[int, int, int, str]]) -> None:
         for shard, incarnation, revision, home in shards:
@@ -147,12 +151,14 @@ class PlaneProcess(Process):
         self.metadata.failed(call, error, self.clock())
         self.pump()
 
-    def receive(self, body: bytes, answer: Answer) -> None:
+    def receive(self, body: bytes, answer: Answer) -> object:
         """A request of another worker has arrived."""
         message: Any = decode(PeerService.decoder, body)
         if isinstance(message, Fetch):
             self.serve_fetch(message, answer)
-            return
+            return True
+        if self.plans is not None and isinstance(message, MESSAGES):
+            return self.plans.receive(message, answer)
         try:
             reply = self._serve(message)
         except TensorcastError as error:
@@ -161,6 +167,7 @@ class PlaneProcess(Process):
         answer(reply)
         if not isinstance(message, FindKeys):
             self.pump()
+        return True
 
     def _serve(self, message: Message) -> Message:
         reply = self.metadata.serve(message, self.clock())

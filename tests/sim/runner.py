@@ -73,8 +73,8 @@ def _settle(cluster: Cluster) -> None:
     """Engines finish what they do; then everything agrees, and every lookup finds every page."""
     world = cluster.world
     world.run(world.now + 1.0)
-    for engine in cluster.engines():
-        engine.idle = True
+    for process in [*cluster.engines(), *cluster.callers()]:
+        process.idle = True
     deadline = world.now + QUIET_S
     wrong = "nobody has looked"
     while wrong:

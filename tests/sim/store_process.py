@@ -70,7 +70,7 @@ class StoreProcess(Process):
         self.crash_inside = False  # the next transaction is the last one
         self.on_crash: Callable[[StoreProcess], None] = lambda _: None
         self.served: dict[str, int] = {}
-        self._parked: list[tuple[Watch, float, Answer]] = []
+        self._parked: list[tuple[Watch, float, Answer, int]] = []  # and the revision at which there was nothing to tell
         self._expiry_alarm = float("inf")
         self.kv = SqliteKv(self.path, clock, executor=None)
         inline(ensure_incarnation(self.kv, max(EPOCH_UNIX_S + int(world.now), earlier_incarnation + 1)))
@@ -125,7 +125,8 @@ class StoreProcess(Process):
         """As Store._watch, which cannot run without an event loop."""
         wait_s = min(message.wait_ms / 1000, WATCH_WAIT_S)
         if not self._answer_watch(message, answer, even_if_empty=wait_s <= 0):
-            self._parked.append((message, self.world.now + wait_s / self.clock.rate, answer))
+            until = self.world.now + wait_s / self.clock.rate
+            self._parked.append((message, until, answer, self.kv._last_revision))
             self.after(wait_s, self._wake_parked)
             self._watch_expiry()
         else:
@@ -146,9 +147,9 @@ class StoreProcess(Process):
         """Answers the watches whose time is over, or which have something to tell."""
         parked, self._parked = self._parked, []
         self._parked = [
-            (message, until, answer)
-            for message, until, answer in parked
-            if not (self.kv._last_revision > message.after_revision or until <= self.world.now)
+            (message, until, answer, self.kv._last_revision)
+            for message, until, answer, seen in parked
+            if not (self.kv._last_revision > seen or until <= self.world.now)
             or not self._answer_watch(message, answer, even_if_empty=until <= self.world.now)
         ]
         self._watch_expiry()

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.sim import cli
+from tests.sim.cluster import draw_shape
 from tests.sim.mutants import MUTANTS
 from tests.sim.runner import play
 
 WORLDS = 200
+WITH_PLANS = 7  # a seed
 ROOT = Path(__file__).resolve().parents[2]
 # In so many worlds each of these is seen, or the worlds have become tame.
 HAPPENS = (
@@ -23,6 +25,8 @@ HAPPENS = (
     "report accepted", "report refused", "store clock", "store crash", "store pause",
     "store says conflict", "store says not-found", "torn write", "watch from before the history", "worker clock",
     "worker crash", "worker leaves", "worker pause",
+    "plan Conflict", "plan NotFound", "plan cancelled", "plan done", "plan failed", "plan record finished", "plan taken over",
+    "step joined", "step known", "step refused", "step stopped",
 )  # fmt: skip
 
 
@@ -45,12 +49,18 @@ def test_a_seed_is_played_the_same_again() -> None:
     assert first.log == again.log and first == again
 
 
+def test_some_worlds_have_plans() -> None:
+    assert draw_shape(WITH_PLANS).plans and not draw_shape(1).plans
+    assert any("plans/t/k0" in line for line in play(WITH_PLANS, keep_log=True).log)
+
+
 def test_another_seed_is_another_world() -> None:
     assert play(3, keep_log=True).log != play(4, keep_log=True).log
 
 
-def test_a_broken_world_is_broken_the_same_again() -> None:
-    [mutant] = [each for each in MUTANTS if each.name == "home ignores its own expiry"]
+@pytest.mark.parametrize("name", ["home ignores its own expiry", "retry without idempotency"])
+def test_a_broken_world_is_broken_the_same_again(name: str) -> None:
+    [mutant] = [each for each in MUTANTS if each.name == name]
     with pytest.MonkeyPatch.context() as patch:
         mutant.apply(patch)
         first, again = play(mutant.seed), play(mutant.seed)
@@ -59,9 +69,10 @@ def test_a_broken_world_is_broken_the_same_again() -> None:
 
 
 @pytest.mark.slow
-def test_a_seed_is_played_the_same_in_another_process() -> None:
+@pytest.mark.parametrize("seed", [1, WITH_PLANS])
+def test_a_seed_is_played_the_same_in_another_process(seed: int) -> None:
     """Where sets of texts have another order."""
-    script = "from tests.sim.cli import main; main(['--seed', '1'])"
+    script = f"from tests.sim.cli import main; main(['--seed', '{seed}'])"
 
     def log(hash_seed: str) -> str:
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}

@@ -155,6 +155,8 @@ class WorkerProcess(PlaneProcess):
         """Its connection has ended."""
         record = self.sessions.pop(number).listed
         self.pages.end_session(number)
+        if self.plans is not None:
+            self.plans.connection_ended(number)
         self.touched = True
         if record is not None and all(each.listed != record for each in self.sessions.values()):
             self.metadata.member.remove(record)

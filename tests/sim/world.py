@@ -14,6 +14,7 @@ from typing import Any
 from tests.sim.invariants.base import HOOKS, Invariant, Violation
 
 TIMER_SLACK_S = 1e-6  # an alarm rings a little late, never early
+QUIET = "quiet"  # returned by an event that has changed nothing `Invariant.after_event` looks at
 
 
 class Clock:
@@ -115,7 +116,10 @@ class World:
     # --- what happens ---
 
     def schedule(self, when: float, process: Process | None, action: Callable[..., Any], *args: Any) -> None:
-        """`action(*args)` happens at true time `when`, in `process` or in nature. If it returns False nothing happened."""
+        """`action(*args)` happens at true time `when`, in `process` or in nature.
+
+        If it returns False nothing happened; see also QUIET.
+        """
         self._count += 1
         heapq.heappush(self._heap, (when, self._count, process, action, args))
 
@@ -144,9 +148,9 @@ class World:
             return
         if process.paused:
             process.deferred.append((action, args))
-        elif action(*args) is not False:
+        elif (what := action(*args)) is not False:
             self.events += 1
-            for check in self.hooks["after_event"]:
+            for check in self.hooks["after_event"] if what is not QUIET else ():
                 check(self, process)
 
     def tell(self, hook: str, *facts: Any) -> None:

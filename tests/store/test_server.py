@@ -14,7 +14,9 @@ from tensorcast_connector.core.cluster import (
 )
 from tensorcast_connector.errors import ConfigError, Conflict, NotFound, Unavailable
 from tensorcast_connector.net.rpc_client import RpcClient
+from tensorcast_connector.store import server as store_server
 from tensorcast_connector.store.client import read_cluster
+from tensorcast_connector.store.kv import Put
 from tensorcast_connector.store.server import Store, prepare, serve_store
 from tensorcast_connector.store.sqlite_kv import SqliteKv
 from tensorcast_connector.testing.clock import SettableClock
@@ -37,6 +39,7 @@ from tensorcast_connector.wire.store_messages import (
     RevokeLease,
 )
 from tests.store.served import LIFE, SHARDS, TTL_S, Served, instance, record, replica
+from tests.waiting import until
 
 # --- members ---
 
@@ -237,3 +240,35 @@ def test_every_request_that_a_store_decodes_it_takes() -> None:
     """Hello and Ping are answered before."""
     taken = {each.__name__ for each in Store._handlers}
     assert {each.__name__ for each in StoreRequest.__args__} - taken == {"Hello", "Ping"}
+
+
+async def test_a_watch_does_not_hear_of_each_record_of_a_plan(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was answered with nothing, and asked again by every worker, for every step of every plan."""
+    waits: list[int] = []
+    wait = served.kv.wait
+
+    async def noted(after_revision: int, timeout_s: float) -> None:
+        waits.append(after_revision)
+        await wait(after_revision, timeout_s)
+
+    monkeypatch.setattr(served.kv, "wait", noted)
+    monkeypatch.setattr(store_server, "WATCH_NOTHING_S", 10.0)
+    before = await served.watch()
+    waiting = asyncio.create_task(served.watch(before.revision, LIFE, wait_ms=10_000))
+    for number in range(5):
+        await until(lambda number=number: len(waits) == number + 1)
+        await served.kv.txn([], [Put(f"plans/t/{number}/", b"x")])
+    await until(lambda: len(waits) == 6)
+    assert not waiting.done() and waits == sorted(set(waits))
+    await served.join("w/1")
+    assert [entry.key for entry in (await waiting).entries] == [worker_key("w/1")]
+
+
+async def test_a_watch_hears_of_the_revision_soon(served: Served) -> None:
+    """Whoever has written something that is nothing to watchers may still wait for its revision."""
+    before = await served.watch()
+    waiting = asyncio.create_task(served.watch(before.revision, LIFE, wait_ms=10_000))
+    await until(lambda: served.store.watchers == 1)
+    done = await served.kv.txn([], [Put("plans/t/k/", b"x")])
+    changes = await asyncio.wait_for(waiting, 5.0)
+    assert changes.revision == done.revision and not changes.entries and not changes.complete

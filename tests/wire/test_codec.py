@@ -65,7 +65,7 @@ LAYOUT: dict[str, tuple[Message, list[object]]] = {
     "ReleaseShards": (ReleaseShards(5, [1, 2], [7, 8]), [5, [1, 2], [7, 8]]),
     "PutReplica": (
         PutReplica(ReplicaRecord("m", "a/1", "disk", 9), 5),
-        [{"artifact_id": "m", "worker_id": "a/1", "tier": "disk", "bytes": 9}, 5]),
+        [{"artifact_id": "m", "worker_id": "a/1", "tier": "disk", "bytes": 9, "keeper": False}, 5]),
     "Watch": (Watch(7, 9, 1000, "k"), [7, 9, 1000, "k"]),
     "Changes": (
         Changes(7, 9, True, [Entry("k", b"v", 3)], ["d"], "j", True),

@@ -49,7 +49,9 @@ def test_records_skip_and_fill_as_well() -> None:
 
 def test_on_the_wire_a_message_is_its_name_and_its_fields() -> None:
     assert msgspec.msgpack.decode(encode(LookupResult(3, 2))) == ["LookupResult", 3, 2]
-    assert encode(Hello(1, 1, "engine", "e")).hex() == "95a548656c6c6f0101a6656e67696e65a165"
+    assert encode(Hello(1, 1, "engine", "e", "t")).hex() == "96a548656c6c6f0101a6656e67696e65a165a174"
+    former = bytes.fromhex("95a548656c6c6f0101a6656e67696e65a165")  # before callers had tenants
+    assert msgspec.msgpack.decode(former, type=Hello) == Hello(1, 1, "engine", "e")
 
 
 @pytest.mark.parametrize("union", [EngineRequest, PeerRequest, StoreRequest, Reply])

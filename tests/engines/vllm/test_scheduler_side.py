@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tensorcast_connector.config import SAVE_BACKLOG_BLOCKS_MAX, ConnectorConfig
+from tensorcast_connector.config import INSTANCE_REPORT_INTERVAL_S, SAVE_BACKLOG_BLOCKS_MAX
+from tensorcast_connector.engines.options import ConnectorConfig
 from tensorcast_connector.engines.vllm.scheduler_side import SKIP_LOAD, SKIP_SAVE, SchedulerSide
 from tensorcast_connector.errors import Unavailable
 from tensorcast_connector.wire.messages import (
@@ -38,6 +39,10 @@ class FakeWorker:
         self.lookups: list[tuple[str, list[bytes], list[bytes]]] = []
         self.futures: list[Future[LookupResult]] = []
         self.released: list[str] = []
+        self.reports: list[tuple[int, int, float | None]] = []
+
+    def report(self, running: int, waiting: int, kv_usage: float | None) -> None:
+        self.reports.append((running, waiting, kv_usage))
 
     def lookup(
         self, lookup_id: str, keyspaces: Sequence[bytes], hashes: Sequence[bytes], timeout_s: float
@@ -56,6 +61,9 @@ class FakePins:
 
     def pin(self, block_ids: Sequence[int]) -> None:
         self.pinned += block_ids
+
+    def usage(self) -> float:
+        return 0.25
 
     def unpin(self, block_ids: Sequence[int]) -> None:
         for each in block_ids:
@@ -273,3 +281,30 @@ def test_an_aborted_request_leaves_nothing_behind(world: World) -> None:
     world.side.request_finished("r")
     world.side.loads_finished(["r"])
     assert world.side.matched_tokens(request, 0) == (0, False)
+
+
+def test_the_engine_says_how_it_is_doing_at_an_interval_and_when_it_is_idle(world: World) -> None:
+    world.side.bind_pins(world.pins)
+    requests = [FakeRequest(f"r{number}", BLOCK) for number in range(3)]
+    for request in requests:
+        world.side.on_new_request(request)
+    for _ in range(3):
+        world.side.step({"r0": 1, "r1": 1}, lambda _: [])
+    assert world.worker.reports == [(2, 1, 0.25)]
+    world.now += INSTANCE_REPORT_INTERVAL_S
+    world.side.step({"r0": 1}, lambda _: [])
+    assert world.worker.reports[1:] == [(1, 2, 0.25)]
+    for request in requests:
+        world.side.request_finished(request.request_id)
+    assert world.worker.reports[2:] == [(0, 0, 0.25)]
+
+
+def test_an_engine_that_cannot_say_how_it_is_doing_serves_on(world: World) -> None:
+    world.side.bind_pins(world.pins)
+    world.pins.usage = lambda: 1 / 0  # type: ignore[method-assign]
+    world.side.on_new_request(FakeRequest("r", BLOCK))
+    for _ in range(2):
+        assert world.side.step({"r": 1}, lambda _: []) is not None
+        world.now += INSTANCE_REPORT_INTERVAL_S
+    world.side.request_finished("r")
+    assert world.worker.reports == []

@@ -5,15 +5,35 @@ from typing import Any
 from tensorcast_connector.core import fingerprints
 from tensorcast_connector.core.leases import SHARD_HOME
 from tensorcast_connector.core.placement import shard_of
+from tensorcast_connector.core.plan import decode_record
 
 
 def unsettled(world: Any) -> str:
     """What does not agree yet; empty if everything does."""
     store = world.processes.get("store")
     workers = {name: each for name, each in world.processes.items() if hasattr(each, "metadata")}
-    for problem in (_views(store, workers), _homes(store, workers), _catalogs(workers), _leaks(workers)):
+    for problem in (
+        _plans(world, store, workers), _views(store, workers), _homes(store, workers), _catalogs(workers), _leaks(workers),
+    ):  # fmt: skip
         if problem:
             return problem
+    return ""
+
+
+def _plans(world: Any, store: Any, workers: dict[str, Any]) -> str:
+    """Every plan has ended, everybody who wants to know how knows it, and nothing is done for it any more."""
+    rows = store.read().rows.items()
+    running = [key for key, (value, _, _) in rows if key.startswith("plans/") and not decode_record(value).finished]
+    if running:
+        return f"the plans {running} run"
+    if markers := [key for key, _ in rows if key.startswith("running/")]:
+        return f"no plan runs, and there are the markers {markers}"
+    for caller in world.processes.values():
+        if any(not each.over for each in getattr(caller, "conversations", [])):
+            return f"{caller.name} does not know yet how a plan has ended"
+    for name, worker in workers.items():
+        if worker.plans is not None and worker.plans.doing:
+            return f"{name} still does {worker.plans.doing}"
     return ""
 
 
@@ -34,7 +54,9 @@ def _views(store: Any, workers: dict[str, Any]) -> str:
         return f"the store lists the copies {sorted(replicas)}, and {sorted(copies)} are there"
     for name, worker in workers.items():
         view = worker.metadata.view
-        if (view.incarnation, view.revision) != (snapshot.incarnation, snapshot.revision):
+        # Plans are written without anybody's watch being told.
+        revision = min(view.revision, snapshot.revision) if worker.plans is not None else snapshot.revision
+        if (view.incarnation, view.revision) != (snapshot.incarnation, revision):
             return f"{name} is at {view.incarnation}/{view.revision}, not {snapshot.incarnation}/{snapshot.revision}"
         if set(view.workers) != listed or set(view.instances) != instances:
             return f"{name} knows {sorted(view.workers)} and {sorted(view.instances)}"
