@@ -212,7 +212,7 @@ def test_an_environment_that_cannot_be_made_says_why_and_is_tried_again(interpre
 def test_the_peers_are_pinned_and_not_among_the_projects_own() -> None:
     lines = [line for line in metadata.REQUIREMENTS.read_text().splitlines() if line and line[0] != "#"]
     assert lines and all("==" in line for line in lines)
-    assert environments.ROOT == ROOT and ".peers/" in (ROOT / ".gitignore").read_text().splitlines()
+    assert environments.ROOT == ROOT and ".peers" in (ROOT / ".gitignore").read_text().splitlines()
 
 
 @pytest.mark.parametrize(

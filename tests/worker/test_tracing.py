@@ -8,7 +8,7 @@ from tensorcast_connector.client.plan import CallContext
 from tensorcast_connector.errors import TensorcastError
 from tensorcast_connector.worker import tracing
 from tests.client.callers import weights
-from tests.worker.test_plans import Plans, plans  # noqa: F401 - a fixture
+from tests.worker.test_plans import Plans, plans  # noqa: F401 - the latter is a fixture
 
 trace = pytest.importorskip("opentelemetry.trace")
 sdk = pytest.importorskip("opentelemetry.sdk.trace")
@@ -32,7 +32,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
 @pytest.mark.parametrize("trace_id", [TRACE, f"00-{TRACE}-{SPAN}-01"])
 async def test_a_plan_and_its_steps_are_spans_of_the_callers_trace(
     exporter: object, plans: Plans, trace_id: str
-) -> None:  # noqa: F811
+) -> None:
     a, _ = await plans.begin()
     session = await plans.session(a)
     await session.put(weights(), name="w")
@@ -58,7 +58,7 @@ async def test_a_plan_and_its_steps_are_spans_of_the_callers_trace(
     )
 
 
-async def test_a_failure_is_in_both(exporter: object, plans: Plans) -> None:  # noqa: F811
+async def test_a_failure_is_in_both(exporter: object, plans: Plans) -> None:
     a, _ = await plans.begin()
     plan = (await plans.session(a)).plan()
     plan.on_worker("a").prefetch("nothing")
@@ -74,7 +74,7 @@ def test_what_is_no_trace_id_has_no_parent(text: str) -> None:
     assert tracing.parent_of(text) is None
 
 
-async def test_without_the_package_nothing_is_missing(monkeypatch: pytest.MonkeyPatch, plans: Plans) -> None:  # noqa: F811
+async def test_without_the_package_nothing_is_missing(monkeypatch: pytest.MonkeyPatch, plans: Plans) -> None:
     monkeypatch.setattr(tracing, "trace", None)
     a, _ = await plans.begin()
     session = await plans.session(a)
