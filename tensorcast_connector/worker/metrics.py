@@ -51,6 +51,13 @@ _TABLE = (
     (_GAUGE, "catalog_pages", "Pages listed in the shards held."),
     (_GAUGE, "catalog_workers", "Workers that have reported pages of the shards held."),
     (_COUNTER, "reports_total", "Reports to homes: applied, refused for some shard, failed (made again).", "outcome"),
+    # artifacts and plans
+    (_GAUGE, "artifacts", "Artifacts that are resident here."),
+    (_GAUGE, "artifact_bytes", "Their memory, and what they may have.", "state"),
+    (_GAUGE, "uploads", "Artifacts that callers are putting."),
+    (_COUNTER, "artifact_operations_total", "Artifacts put here, fetched from other workers, and evicted.", "action"),
+    (_COUNTER, "artifact_fetched_bytes_total", "Bytes of artifacts fetched from other workers."),
+    (_COUNTER, "plans_total", "Plans that have ended at this gateway.", "state"),
     # load
     (_GAUGE, "requests_in_flight", "Requests being served to engines and to workers.", "listener"),
     (_GAUGE, "connections", "Connections of engines and of workers, those for page bytes apart.", "listener"),
@@ -107,6 +114,7 @@ class WorkerMetrics:
             }
         )
         yield from _prefixed(self._pages())
+        yield from _prefixed(self._service())
         yield from _prefixed(self._load())
 
     def _pages(self) -> "_Values":
@@ -126,6 +134,19 @@ class WorkerMetrics:
             "lookup_blocks_total": {
                 each: counters[f"lookup_blocks_{each}"] for each in ("local", "elsewhere", "missed")
             },
+        }
+
+    def _service(self) -> "_Values":
+        counters = self._worker.artifacts.statistics()
+        return {
+            "artifacts": counters["artifacts"],
+            "artifact_bytes": {"used": counters["artifact_bytes_used"], "limit": counters["artifact_bytes_max"]},
+            "uploads": counters["uploads"],
+            "artifact_operations_total": {
+                each: counters[f"artifacts_{each}"] for each in ("put", "fetched", "evicted")
+            },
+            "artifact_fetched_bytes_total": counters["artifact_bytes_fetched"],
+            "plans_total": self._worker.gateway.plans.counters,
         }
 
     def _load(self) -> "_Values":
