@@ -53,6 +53,7 @@ SOURCE_HINTS_MAX = 200_000
 ARTIFACT_SPARE_BYTES = (
     64 << 20
 )  # memory that a worker keeps allocated for the next artifact, at most an eighth of its limit
+ARTIFACT_SPARE_DELAY_S = 0.05  # after one was used
 ARTIFACT_SOURCES_MAX = 4  # workers from which one artifact is fetched at once
 ARTIFACT_TIMEOUT_S = 120.0  # for what may have to fetch one
 RECORDS_BYTES_MAX = 64 << 10  # of one record in the store

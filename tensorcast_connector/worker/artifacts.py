@@ -13,7 +13,7 @@ from typing import Protocol
 
 import xxhash
 
-from tensorcast_connector.config import ARTIFACT_SOURCES_MAX
+from tensorcast_connector.config import ARTIFACT_SOURCES_MAX, ARTIFACT_SPARE_DELAY_S
 from tensorcast_connector.core.artifact import (
     CHUNK_BYTES,
     CHUNK_DIGEST_BYTES,
@@ -90,6 +90,7 @@ class Artifacts:
         self._elsewhere = elsewhere
         self._now = now
         self._spare = Spare(spare_bytes)
+        self._refilling: asyncio.TimerHandle | None = None
         self._copies: dict[str, Copy] = {}
         self._uploads: dict[str, Upload] = {}
         self._arriving: dict[str, asyncio.Task[Copy]] = {}
@@ -130,6 +131,15 @@ class Artifacts:
             self._drop(each)
         self.counters["artifacts_evicted"] += len(gone)
 
+    def _refill_soon(self) -> None:
+        """Not at once: whoever has filled the last one needs the memory's bandwidth."""
+        if self._refilling is None:
+            self._refilling = asyncio.get_running_loop().call_later(ARTIFACT_SPARE_DELAY_S, self._refill)
+
+    def _refill(self) -> None:
+        self._refilling = None
+        self._spare.refill()
+
     def upload(self, upload_id: str) -> Blob:
         """The memory of an upload.
 
@@ -155,7 +165,7 @@ class Artifacts:
             raise ProtocolError(f"a header of {header.size} bytes for an upload of {blob.bytes}")
         blob.seal()
         del self._uploads[upload_id]
-        self._spare.refill()  # not before: whoever filled this one needs the memory's bandwidth
+        self._refill_soon()
         identity = artifact_id(encoded)
         self._here(upload_id, identity, Copy(encoded, header, blob), keeper=True)
         self._copies[identity].recording += 1
@@ -179,7 +189,7 @@ class Artifacts:
         if upload is not None:
             upload.blob.close()
             self.residence.release(upload_id)
-            self._spare.refill()
+            self._refill_soon()
 
     def end_session(self, session: Hashable) -> None:
         """The connection has ended, and with it its uploads."""
@@ -264,7 +274,7 @@ class Artifacts:
         copy = Copy(encoded, header, blob, recorded=(0, 0))
         self._here(("fetch", identity), identity, copy, keeper=False)
         self._elsewhere.add(self.listing(identity))
-        self._spare.refill()
+        self._refill_soon()
         self.reconcile()  # it may have been deleted meanwhile
         self.counters["artifacts_fetched"] += 1
         self.counters["artifact_bytes_fetched"] += header.size
@@ -371,6 +381,8 @@ class Artifacts:
         for copy in self._copies.values():
             copy.blob.close()
         self._copies.clear()
+        if self._refilling is not None:
+            self._refilling.cancel()
         self._spare.close()
 
     def statistics(self) -> dict[str, int]:
