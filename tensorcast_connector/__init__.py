@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tensorcast_connector.client.plan import CallContext, Plan, PlanHandle, PlanOutcome, Step
     from tensorcast_connector.client.session import Session, connect, leased
     from tensorcast_connector.errors import (
+        Cancelled,
         ConfigError,
         Conflict,
         DeadlineExceeded,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         InvalidArgument,
         NotFound,
         TensorcastError,
+        Unauthorized,
         Unavailable,
     )
 
@@ -30,14 +32,15 @@ _HOME = {
     "client.plan": ("CallContext", "Plan", "PlanHandle", "PlanOutcome", "Step"),
     "client.session": ("Session", "connect", "leased"),
     "errors": (
-        "ConfigError", "Conflict", "DeadlineExceeded", "Exhausted", "InvalidArgument", "NotFound", "TensorcastError",
-        "Unavailable",
+        "Cancelled", "ConfigError", "Conflict", "DeadlineExceeded", "Exhausted", "InvalidArgument", "NotFound", "TensorcastError",
+        "Unauthorized", "Unavailable",
     ),
 }  # fmt: skip
 
 __all__ = [
     "Artifact",
     "CallContext",
+    "Cancelled",
     "ConfigError",
     "Conflict",
     "DeadlineExceeded",
@@ -54,6 +57,7 @@ __all__ = [
     "Step",
     "StepContext",
     "TensorcastError",
+    "Unauthorized",
     "Unavailable",
     "connect",
     "connect_blocking",

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from rich.console import Console, RenderableType
 
-from tensorcast_connector.cli_network import access_flags, network_of_flags
+from tensorcast_connector.cli_network import access_flags, network_of_flags, tenant_of_flags
 from tensorcast_connector.cli_tables import _add as add_row
 from tensorcast_connector.cli_tables import _size as as_size
 from tensorcast_connector.cli_tables import _table as new_table
@@ -89,7 +89,7 @@ def call(args: argparse.Namespace, work: Callable[[Session, argparse.Namespace],
     """Does `work` with a session at the worker that the flags name; raises TensorcastError."""
 
     async def run() -> None:
-        tenant = TENANT if args.tenant is None else args.tenant
+        tenant = tenant_of_flags(args)
         name = f"tensorcast {args.command} {os.getpid()}"
         network = network_of_flags(args, tenant)
         async with await connect(worker_address(args.worker), tenant=tenant, name=name, network=network) as session:

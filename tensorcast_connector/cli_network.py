@@ -4,7 +4,7 @@ import argparse
 import secrets
 import sys
 
-from tensorcast_connector.config import StoreConfig, WorkerConfig
+from tensorcast_connector.config import TENANT, StoreConfig, WorkerConfig
 from tensorcast_connector.errors import ConfigError
 from tensorcast_connector.net.access import read_token
 from tensorcast_connector.net.sockets import SocketNetwork
@@ -31,7 +31,15 @@ def network_of_flags(args: argparse.Namespace, tenant: str = "") -> SocketNetwor
     """The network as the flags say, for a caller of that tenant; raises ConfigError."""
     token, *files = (getattr(args, flag) or "" for flag in ACCESS_FLAGS)
     access = read_token(token)
-    return SocketNetwork(access, load_tls(*files), tenant if access is not None and access.of_tenant else "")
+    if access is not None and access.of_tenant and tenant:
+        access.acts_for(tenant)
+    return SocketNetwork(access, load_tls(*files), access.tenant if access is not None else "")
+
+
+def tenant_of_flags(args: argparse.Namespace) -> str:
+    """The tenant that is named, else that of a tenant's token, else the default; raises ConfigError."""
+    access = read_token(getattr(args, "token_file", None) or "")
+    return args.tenant if args.tenant is not None else (access.tenant if access is not None else "") or TENANT
 
 
 def network_of(config: StoreConfig | WorkerConfig) -> SocketNetwork:

@@ -34,6 +34,7 @@ from tensorcast_connector.client.files import write_file
 from tensorcast_connector.client.plan import CallContext
 from tensorcast_connector.client.session import SYSTEM, Session, leased
 from tensorcast_connector.config import PLAN_DEADLINE_S, TENANT
+from tensorcast_connector.core.artifact import is_artifact_id
 from tensorcast_connector.errors import ConfigError, InvalidArgument, NotFound, TensorcastError, Unavailable
 from tensorcast_connector.wire.caller_messages import ArtifactListed
 
@@ -174,13 +175,23 @@ async def _delete_named(session: Session, args: argparse.Namespace) -> None:
     failed: list[str] = []
     for reference in args.references:
         try:
-            await session.delete(reference)
+            await _delete_one(session, reference)
         except TensorcastError as error:
             if len(args.references) == 1:
                 raise
             failed.append(f"{reference}: {error}")
     if failed:
         raise TensorcastError(f"{len(failed)} of {len(args.references)} not deleted: {'; '.join(failed)}")
+
+
+async def _delete_one(session: Session, reference: str) -> None:
+    """A name of several goes alone; with its last name, or by its id, the artifact goes."""
+    others = [each for each in (await session.artifact(reference).describe()).names if each != reference]
+    if others and not is_artifact_id(reference):
+        await session.unname(reference)
+        write_note(f"{reference}: this name is gone; the artifact stays under {', '.join(others)}")
+    else:
+        await session.delete(reference)
 
 
 async def _delete_many(session: Session, args: argparse.Namespace) -> None:

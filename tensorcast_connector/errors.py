@@ -47,6 +47,12 @@ class DeadlineExceeded(Unavailable):
     code = "deadline"
 
 
+class Cancelled(TensorcastError):
+    """Its caller did not want it any more. What was done stays done."""
+
+    code = "cancelled"
+
+
 class NotFound(TensorcastError):
     """What was named does not exist (any more)."""
 

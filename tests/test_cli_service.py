@@ -321,7 +321,10 @@ def test_all_of_a_tenant(
                                                "to be asked: say --yes\n")  # fmt: skip
     monkeypatch.setattr(cli_service.sys, "stdin", Typed("\n"))
     status, _, err = caller.run("rm", "--all")
-    assert status == 1 and f"delete 2 artifact(s) of tenant {caller.tenant!r}, 4.8 KiB and all pages of KV cache? [y/N]" in err
+    assert (
+        status == 1
+        and f"delete 2 artifact(s) of tenant {caller.tenant!r}, 4.8 KiB and all pages of KV cache? [y/N]" in err
+    )
     assert err.endswith("tensorcast rm: nothing was deleted\n") and len(caller.listed()) == 2
     monkeypatch.setattr(cli_service.sys, "stdin", Typed("y\n"))
     _, _, err = caller.run("rm", "--all")
@@ -469,3 +472,13 @@ def test_times_that_are_none(text: str) -> None:
 def test_ages() -> None:
     shown = [as_age(seconds) for seconds in (0.4, 59, 119, 120, 7199, 7200, 86_400, 1e6, float("inf"))]
     assert shown == ["0 s", "59 s", "119 s", "2 m", "120 m", "2 h", "24 h", "12 d", "-"]
+
+
+def test_a_name_of_several_goes_alone(caller: Caller, tmp_path: Path) -> None:
+    path = model(tmp_path / "x.safetensors", 21)
+    caller.done("put", path, "--name", "v7")
+    caller.done("put", path, "--name", "v8")
+    status, _, err = caller.run("rm", "v8")
+    assert (status, err) == (0, "v8: this name is gone; the artifact stays under v7\n")
+    assert [each["names"] for each in caller.listed().values()] == [["v7"]]
+    assert caller.run("rm", "v7") == (0, "", "") and not caller.listed()

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from tensorcast_connector.client.artifact import Artifact, Description, Slices
 from tensorcast_connector.client.files import Tensors
-from tensorcast_connector.client.plan import CallContext, OnInstance, OnWorker, Plan, PlanHandle, PlanOutcome
+from tensorcast_connector.client.plan import CallContext, OnInstance, OnWorker, Plan, PlanHandle, PlanOutcome, Referring
 from tensorcast_connector.client.session import SYSTEM, Leased, Session, connect
 from tensorcast_connector.client.tensors import Framework
-from tensorcast_connector.config import PLAN_CONCURRENCY, TENANT
+from tensorcast_connector.config import PLAN_CONCURRENCY
 from tensorcast_connector.core.plan import PlanRecord
 from tensorcast_connector.errors import InvalidArgument
 from tensorcast_connector.wire.caller_messages import ArtifactListed, InstanceListed, SignalsListed, WorkerListed
@@ -87,7 +87,7 @@ class _Loop:
 
 
 def connect_blocking(
-    address: str, *, tenant: str = TENANT, token: str = "", tls: tuple[str, str, str] | None = None, name: str = ""
+    address: str, *, tenant: str = "", token: str = "", tls: tuple[str, str, str] | None = None, name: str = ""
 ) -> "BlockingSession":
     """See `connect`."""
     loop = _Loop()
@@ -136,9 +136,9 @@ class BlockingSession:
         """See Session.list_artifacts."""
         return self._loop.run(self._session.list_artifacts(prefix))
 
-    def name(self, name: str, reference: str) -> None:
+    def name(self, name: str, artifact: str | Referring) -> None:
         """See Session.name."""
-        self._loop.run(self._session.name(name, reference))
+        self._loop.run(self._session.name(name, artifact))
 
     def unname(self, name: str) -> None:
         """See Session.unname."""

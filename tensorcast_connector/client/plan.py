@@ -230,6 +230,9 @@ class PlanOutcome:
         self._record = record
         self._numbers = {step: number for number, step in enumerate(steps)}
 
+    def __repr__(self) -> str:
+        return f"<PlanOutcome of {len(self._numbers)} steps>"
+
     def __getitem__(self, step: Step) -> Any:
         """What a step resulted in."""
         return self.step(step).result
@@ -305,7 +308,7 @@ class PlanHandle:
 
         Raises:
             DeadlineExceeded: not within `timeout_s`, and it goes on; or the plan's own deadline has passed.
-            InvalidArgument: it was cancelled.
+            Cancelled: it was cancelled.
             TensorcastError: as the step failed that made it fail; names the step.
         """
         try:

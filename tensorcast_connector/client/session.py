@@ -19,7 +19,7 @@ from tensorcast_connector.client.artifact import Artifact
 from tensorcast_connector.client.files import Tensors, read_tensors
 from tensorcast_connector.client.image import Image
 from tensorcast_connector.client.link import GatewayLink
-from tensorcast_connector.client.plan import CallContext, Plan
+from tensorcast_connector.client.plan import CallContext, Plan, Referring
 from tensorcast_connector.config import (
     ARTIFACT_TIMEOUT_S,
     LEASE_TTL_MAX_S,
@@ -92,13 +92,13 @@ def leased(ttl_s: int) -> Leased:
 
 
 async def connect(
-    address: str, *, tenant: str = TENANT, token: str = "", tls: tuple[str, str, str] | None = None, name: str = "",
+    address: str, *, tenant: str = "", token: str = "", tls: tuple[str, str, str] | None = None, name: str = "",
     network: Network | None = None,
 ) -> "Session":  # fmt: skip
     """A session with the gateway at `address`, "unix:/path" on its host (then tensors are shared memory) or "host:port".
 
     Args:
-        tenant: whose artifacts and plans these are.
+        tenant: whose artifacts and plans these are; that of the token if it is a tenant's, else "default".
         token: over TCP, where the cluster has one: the tenant's (`tensorcast token`), or the cluster's.
         tls: over TCP, where the cluster uses it: the files of a certificate, its key and the authority's certificate.
         name: who calls, for people.
@@ -111,8 +111,12 @@ async def connect(
         Unavailable: nobody answers there.
     """
     if network is None:
-        access = Access(token) if token else None
+        access = Access(token.strip() if isinstance(token, str) else token) if token else None
+        if access is not None and access.of_tenant:
+            tenant = tenant or access.tenant
+            access.acts_for(tenant)
         network = SocketNetwork(access, load_tls(*tls) if tls else None, tenant if access and access.of_tenant else "")
+    tenant = tenant or TENANT
     who = name or f"caller-{os.getpid()}"
     link = GatewayLink(network, parse_address(address, "address"), check_tenant(tenant), who)
     try:
@@ -229,8 +233,9 @@ class Session:
         """The artifacts of the tenant whose name or id starts with `prefix`."""
         return (await self._link.call(ListArtifacts(prefix, self._link.revision), ArtifactList)).artifacts
 
-    async def name(self, name: str, reference: str) -> None:
-        """Makes a name point to an artifact."""
+    async def name(self, name: str, artifact: str | Referring) -> None:
+        """Makes a name point to an artifact, which is given as a handle, by its id or by another name."""
+        reference = artifact if isinstance(artifact, str) else artifact.reference
         await self._link.call(SetName(name, reference), Ok)
 
     async def unname(self, name: str) -> None:

@@ -28,6 +28,7 @@ from tensorcast_connector.core.plan import (
     same_record,
 )
 from tensorcast_connector.errors import (
+    Cancelled,
     DeadlineExceeded,
     Exhausted,
     TensorcastError,
@@ -221,7 +222,7 @@ class PlanExecution:
         elif isinstance(event, Failed):
             self._failed(event, now)
         elif isinstance(event, Cancel):
-            self._end(CANCELLED, "", "cancelled by its caller")
+            self._end(CANCELLED, Cancelled.code, "cancelled by its caller")
         return self._next(now)
 
     def wake_at(self) -> float:

@@ -108,7 +108,7 @@ def _validate_step(number: int, step: StepSpec, count: int) -> None:
         raise InvalidArgument(f"{label}: no such operation; known are {known}")
     if outside := [each for each in step.needs if not 0 <= each < count]:
         raise InvalidArgument(f"{label} depends on step {outside[0]}, which this plan does not have")
-    given = {*step.arguments, *step.inputs}
+    given = {*step.arguments, *step.inputs} | ({"pin"} if step.operation in ("pin", "unpin") else set())
     if not step.on_instance and given != (wanted := WORKER_OPERATIONS[step.operation]):
         raise InvalidArgument(
             f"{label} takes {', '.join(sorted(wanted))}, and was given {', '.join(sorted(given)) or 'nothing'}"

@@ -1,7 +1,7 @@
 """Who may talk over the network: the cluster's token, the tokens of tenants made of it, and the proof of having one.
 
     cluster token   any text of at least TOKEN_CHARS_MIN characters; whoever has it may do everything
-    tenant token    "tct-" and a digest of the cluster token and the tenant; whoever has it may act for that tenant
+    tenant token    "tct-", a digest of the cluster token and the tenant, ":" and the tenant, for which whoever has it may act
 
 A token never travels. Each side proves that it has it by a keyed digest of what both have chosen at random for this connection,
 the server first, so that a caller does not even try with somebody who is no member:
@@ -38,7 +38,7 @@ def tenant_token(cluster_token: str, tenant: str) -> str:
     """
     if not 0 < len(tenant.encode()) <= TENANT_BYTES_MAX or not tenant.isprintable():
         raise ConfigError(f"tenant={tenant[:40]!r}: printable text of at most {TENANT_BYTES_MAX} bytes")
-    return TENANT_TOKEN_PREFIX + _digest(cluster_token.encode(), b"tenant", tenant.encode()).hex()
+    return f"{TENANT_TOKEN_PREFIX}{_digest(cluster_token.encode(), b'tenant', tenant.encode()).hex()}:{tenant}"
 
 
 def _digest(key: bytes, *parts: bytes) -> bytes:
@@ -60,13 +60,25 @@ class Access:
     token: str = field(repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.token, str):
+            raise ConfigError(f"a token is text, not {type(self.token).__name__}")
         if len(self.token) < TOKEN_CHARS_MIN or not self.token.isprintable():
             raise ConfigError(f"a token has at least {TOKEN_CHARS_MIN} printable characters, all on one line")
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is; "" if it is the cluster's."""
+        return self.token.partition(":")[2] if self.of_tenant else ""
 
     @property
     def of_tenant(self) -> bool:
         """Whether it is a tenant's."""
         return self.token.startswith(TENANT_TOKEN_PREFIX)
+
+    def acts_for(self, tenant: str) -> None:
+        """Raises Unauthorized if this is the token of another tenant."""
+        if self.of_tenant and tenant != self.tenant:
+            raise Unauthorized(f"this is the token of tenant {self.tenant!r}, and not of {tenant!r}")
 
     def key(self, tenant: str) -> bytes:
         """What proves that somebody acts for `tenant`; for the cluster if that is "".
@@ -77,6 +89,7 @@ class Access:
         if self.of_tenant:
             if not tenant:
                 raise Unauthorized("a tenant's token does not open what only the cluster's members may do")
+            self.acts_for(tenant)
             return self.token.encode()
         return tenant_token(self.token, tenant).encode() if tenant else self.token.encode()
 

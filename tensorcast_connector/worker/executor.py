@@ -139,12 +139,12 @@ class Executor:
         if not isinstance(ttl_s, int | float) or not ttl_s > 0:
             raise InvalidArgument(f"a pin of {ttl_s!r} seconds")
         await self._artifacts.resident(identity)
-        self._artifacts.residence.pin(identity, f"{tenant}/{_text(arguments, 'pin')}", self._now() + ttl_s)
+        self._artifacts.residence.pin(identity, f"{tenant}/{arguments.get('pin', '')}", self._now() + ttl_s)
         return {"artifact": identity}
 
     async def _unpin(self, tenant: str, arguments: dict[str, Any]) -> Any:
         identity = await self._resolve(tenant, _text(arguments, "artifact"))
-        self._artifacts.residence.unpin(identity, f"{tenant}/{_text(arguments, 'pin')}")
+        self._artifacts.residence.unpin(identity, f"{tenant}/{arguments.get('pin', '')}")
         return {"artifact": identity}
 
     # --- engines' operations ---

@@ -16,6 +16,7 @@ from tensorcast_connector.client.session import Session
 from tensorcast_connector.config import PLAN_BYTES_MAX, PLAN_STEPS_MAX
 from tensorcast_connector.core.plan import CANCELLED, DONE, FAILED, SKIPPED
 from tensorcast_connector.errors import (
+    Cancelled,
     Conflict,
     DeadlineExceeded,
     Exhausted,
@@ -393,7 +394,7 @@ async def test_cancelling(host: Host) -> None:
     await handle.cancel()
     assert handle.done and handle.status == "cancelled"
     await until(lambda: engine.cancelled == ["publish"])
-    with pytest.raises(InvalidArgument, match="cancelled"):
+    with pytest.raises(Cancelled, match="cancelled"):
         await handle.result()
     await handle.cancel()
     assert engine.order == [0], "what is done stays done"
@@ -453,7 +454,7 @@ async def test_cancelling_from_another_gateway(host: Host) -> None:
     await until(lambda: engine.running)
     other = same(at_b)
     await other.cancel()
-    assert other.status == "cancelled" and await ended(one) == "cancelled invalid: cancelled by its caller"
+    assert other.status == "cancelled" and await ended(one) == "cancelled cancelled: cancelled by its caller"
     await until(lambda: engine.cancelled)
 
 

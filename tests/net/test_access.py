@@ -73,6 +73,7 @@ async def test_members_and_tenants_get_through() -> None:
         (Access(TOKEN + "x"), "a"),
         (Access(tenant_token(TOKEN, "a")), "b"),
         (Access(tenant_token(TOKEN, "a")), ""),
+        (Access(tenant_token(TOKEN, "a").replace(":a", ":b")), "b"),
         (Access(tenant_token(TOKEN + "x", "a")), "a"),
     ],
 )

@@ -13,7 +13,7 @@ from tensorcast_connector.client.plan import CallContext, PlanHandle
 from tensorcast_connector.client.session import Session
 from tensorcast_connector.core import gateway_plans
 from tensorcast_connector.core.plan import DONE, decode_record
-from tensorcast_connector.errors import InvalidArgument, Unavailable
+from tensorcast_connector.errors import Cancelled, InvalidArgument, Unavailable
 from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.wire.messages import AttachInstance
 from tensorcast_connector.wire.plan_messages import PlanState, WaitPlan
@@ -107,7 +107,7 @@ async def test_a_cancelled_step_is_cancelled_at_the_engine(plans: Plans) -> None
     handle = await plans.running(await plans.session(a))
     await handle.cancel()
     assert handle.status == "cancelled"
-    with pytest.raises(InvalidArgument, match="cancelled by its caller"):
+    with pytest.raises(Cancelled, match="cancelled by its caller"):
         await handle.result()
     await until(lambda: plans.engine_.cancelled)
 
