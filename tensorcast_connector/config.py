@@ -20,6 +20,7 @@ from tensorcast_connector.wire.frames import FRAME_BODY_BYTES_MAX
 # --- wire and RPC (what one frame may hold is part of the format: wire/frames.py) ---------------------------------------
 HELLO_BYTES_MAX = 64 << 10  # from a peer that has not said who it is
 REQUESTS_IN_FLIGHT_MAX = 1024  # per connection; one more is answered with Exhausted
+LANE_REQUESTS_MAX = 256  # of one kind that callers cause, on a connection of their own; more wait
 KEY_BYTES_MAX = 256  # of a page's key; those that engines make have at most 16 + 64
 KEYS_PER_MESSAGE_MAX = 65_536  # 65,536 keys of 48 bytes are 3 MiB, well inside one frame
 # Per listener. For one more a silent one is closed (net/admission.py), or else the new one.
@@ -55,6 +56,12 @@ ARTIFACT_SPARE_BYTES = (
 )  # memory that a worker keeps allocated for the next artifact, at most an eighth of its limit
 ARTIFACT_SPARE_DELAY_S = 0.05  # after one was used
 ARTIFACT_SOURCES_MAX = 4  # workers from which one artifact is fetched at once
+COMMIT_FOLLOW_INTERVAL_S = 0.5  # how often the store is asked whether a write was done that it did not answer
+ARTIFACT_TENSORS_MAX = 100_000
+ARTIFACT_HEADER_BYTES_MAX = 4 << 20  # names, shapes and the digests of its chunks
+ARTIFACT_BYTES_MIN = 4096  # what the smallest one counts as
+ARTIFACTS_MAX = 2048  # at one worker, uploads included: each is an open file
+SESSION_UPLOADS_MAX = 64  # of one connection at once
 ARTIFACT_TIMEOUT_S = 120.0  # for what may have to fetch one
 RECORDS_BYTES_MAX = 64 << 10  # of one record in the store
 TENANT = "default"  # of a caller who names none
@@ -66,6 +73,7 @@ SAVE_PART_BYTES = 64 << 20  # of an artifact that is written to a file, in memor
 
 # --- plans ------------------------------------------------------------------------------------------------------------
 PLAN_STEPS_MAX = 1000
+PLAN_TRACE_CHARS_MAX = 256
 PLAN_BYTES_MAX = 512 << 10  # of a plan's record, results included
 PLAN_DEADLINE_S = 60.0  # of a plan that is given none
 PLAN_DEADLINE_MAX_S = 3000
@@ -133,6 +141,7 @@ LISTING_CATCH_UP_S = 0.1  # how long a listing waits for changes that its last p
 EXPIRY_RETRY_S = 1.0  # how often leases are tried to be ended while the disk is full
 ETCD_CONNECT_TIMEOUT_S = 0.5  # then the next endpoint is tried
 ETCD_PROBE_INTERVAL_S = 1.0  # also how long the endpoint that is followed may take to answer
+SEEN_ASK_S = 0.25  # a revision that is not seen after so long: the store is asked whether it has it
 WATCH_WAIT_S = 10.0  # a watch with nothing to tell is answered after so long
 WATCH_NOTHING_S = 0.05  # and so long after the revision has risen by what is nothing to watchers
 

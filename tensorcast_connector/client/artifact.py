@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from tensorcast_connector.client.tensors import Framework, Maker
 from tensorcast_connector.config import ARTIFACT_TIMEOUT_S, KEYS_PER_MESSAGE_MAX, READ_PART_BYTES
 from tensorcast_connector.core.artifact import Header, Part, TensorSpec, decode_header, part_spec, runs
 from tensorcast_connector.errors import Exhausted, InvalidArgument, NotFound
-from tensorcast_connector.net.mapping import map_memory
+from tensorcast_connector.net.mapping import HUGE_PAGE_BYTES, map_memory
 from tensorcast_connector.wire.caller_messages import ArtifactOpened, DeleteArtifact, MapArtifact, OpenArtifact
 from tensorcast_connector.wire.messages import Ok
 
@@ -33,13 +34,21 @@ class Description:
     workers: tuple[str, ...]  # that have a copy
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class _Known:
     """What was read from the gateway, for an artifact and all views of it."""
 
     opened: ArtifactOpened | None = None
     header: Header | None = None
-    memory: Any = None
+    descriptor: int = -1  # of its memory
+
+    def shared(self, descriptor: int) -> None:
+        """Keeps it as long as somebody may read; another one may have come first."""
+        if self.descriptor >= 0:
+            os.close(descriptor)
+            return
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
 
 
 class Artifact:
@@ -163,8 +172,8 @@ class Artifact:
         parts = self._parts(header)
         maker = Maker(framework)
         if self._link.local:
-            memory = await self._map(opened.artifact_id, header.size)
-            return {spec.name: _made(maker, spec, part, memory) for spec, part in parts}
+            memory, start = await self._map(opened.artifact_id, [spec for spec, _ in parts if spec.bytes])
+            return {spec.name: _made(maker, spec, part, memory, start) for spec, part in parts}
         return await self._read(opened.artifact_id, parts, maker)
 
     def _parts(self, header: Header) -> list[tuple[TensorSpec, Part]]:
@@ -175,17 +184,20 @@ class Artifact:
                 raise InvalidArgument(f"artifact {self._reference!r} has no tensor {name!r}")
         return [(specs[name], _part(specs[name], self._slices.get(name))) for name in names]
 
-    async def _map(self, identity: str, size: int) -> Any:
-        if self._known.memory is None:
+    async def _map(self, identity: str, specs: Sequence[TensorSpec]) -> tuple[Any, int]:
+        """Memory with these tensors, and where in the artifact it begins. Mapped anew each time, since it may be written to."""
+        if self._known.descriptor < 0:
             descriptor, _ = await self._link.descriptor(MapArtifact(identity), Ok)
-            try:
-                # Private: a tensor that is written to is copied, page by page, for the one who writes.
-                self._known.memory = map_memory(descriptor, size, private=True).buffer if size else b""
-            except OSError as error:
-                raise Exhausted(f"cannot map an artifact of {size} bytes: {error.strerror}") from error
-            finally:
-                os.close(descriptor)
-        return self._known.memory
+            self._known.shared(descriptor)
+        if not specs:
+            return b"", 0
+        start = min(spec.offset for spec in specs) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        size = max(spec.range.end for spec in specs) - start
+        try:
+            # Private: a tensor that is written to is copied, page by page, for the one who writes.
+            return map_memory(self._known.descriptor, size, start, private=True).buffer, start
+        except OSError as error:
+            raise Exhausted(f"cannot map {size} bytes of an artifact: {error.strerror}") from error
 
     async def _read(self, identity: str, parts: Sequence[tuple[TensorSpec, Part]], maker: Maker) -> dict[str, Any]:
         """Only the bytes that are wanted."""
@@ -262,10 +274,10 @@ def _part(spec: TensorSpec, slices: tuple[slice, ...] | None) -> Part:
     return Part(spec.name, tuple(bounds))
 
 
-def _made(maker: Maker, spec: TensorSpec, part: Part, memory: Any) -> Any:
-    """On the memory itself; raw bytes of a box that does not lie in one run are copied."""
+def _made(maker: Maker, spec: TensorSpec, part: Part, memory: Any, start: int) -> Any:
+    """On the memory itself, which begins at `start`; raw bytes of a box that does not lie in one run are copied."""
     if part.bounds is not None and maker.raw:
-        data = b"".join(memoryview(memory)[each.offset : each.end] for each in runs(spec, part))
+        data = b"".join(memoryview(memory)[each.offset - start : each.end - start] for each in runs(spec, part))
         return maker.make(spec.name, spec.dtype, part_spec(spec, part), data, 0)
-    tensor = maker.make(spec.name, spec.dtype, spec.shape, memory, spec.offset)
+    tensor = maker.make(spec.name, spec.dtype, spec.shape, memory, spec.offset - start)
     return tensor if not part.bounds else tensor[tuple(slice(*each) for each in part.bounds)]

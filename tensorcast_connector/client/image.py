@@ -57,7 +57,7 @@ class Image:
             for start in range(0, len(piece), CACHED_BYTES):
                 part = np.frombuffer(piece[start : start + CACHED_BYTES], np.uint8)
                 target[at : at + part.size] = part
-                digest.update(part.data)
+                digest.update(target[at : at + part.size].data)  # what was written: its owner may go on changing it
                 at += part.size
         return digest.digest()
 

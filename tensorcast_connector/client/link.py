@@ -31,8 +31,10 @@ class GatewayLink:
 
     def __init__(self, network: Network, address: Address, tenant: str, name: str) -> None:
         self._address = address
-        hello = Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION, CALLER_ROLE, name, tenant)
-        self._channel = DescriptorChannel(address.path, hello)
+        self._hello = Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION, CALLER_ROLE, name, tenant)
+        self._channel = DescriptorChannel(address.path, self._hello)  # for reading
+        self._putting: set[DescriptorChannel] = set()  # one of each put, which no other task's fate ends
+        self._idle: DescriptorChannel | None = None  # for the next put
         self._client = RpcClient(network, address, CALLER_ROLE, name, random.Random(), tenant=tenant)
         self._bulk = BulkClient(network, address, name, FETCH_CONNECTIONS_PER_PEER, tenant)
         self.closed = False
@@ -61,7 +63,9 @@ class GatewayLink:
         """Ends it; may be called twice."""
         self.closed = True
         self._bulk.close()
-        self._channel.close()
+        for channel in (self._channel, self._idle, *self._putting):
+            if channel is not None:
+                channel.close()
         await self._client.close()
 
     @property
@@ -97,6 +101,21 @@ class GatewayLink:
         """Shared memory of the gateway: the descriptor that comes with the answer to `message`, which the caller closes."""
         self._check_open()
         return await self._channel.call(message, expected, ARTIFACT_TIMEOUT_S)
+
+    def begin_put(self) -> DescriptorChannel:
+        """The connection of one put: what it uploads there goes with it, until it is committed. End it by `end_put`."""
+        self._check_open()
+        channel, self._idle = self._idle or DescriptorChannel(self._address.path, self._hello), None
+        self._putting.add(channel)
+        return channel
+
+    def end_put(self, channel: DescriptorChannel, done: bool) -> None:
+        """Keeps it for the next put, if one is wanted; `done`: nothing that was uploaded is left there."""
+        self._putting.discard(channel)
+        if done and self._idle is None and not self.closed:
+            self._idle = channel
+        else:
+            channel.close()
 
     async def prepare(self, artifact_id: str) -> None:
         """Makes an artifact resident at the gateway."""

@@ -27,7 +27,6 @@ from tensorcast_connector.core.plan import (
     StepSpec,
     check_deadline,
     decode_record,
-    unencodable,
     validate,
 )
 from tensorcast_connector.errors import (
@@ -215,12 +214,18 @@ class Plan:
         if not self.context.timeout_s > 0:
             raise DeadlineExceeded(f"the plan's deadline has passed ({self.context.timeout_s:g} s from now)")
         check_deadline(self.context.timeout_s)
-        for number, step in enumerate(spec.steps):
-            if (why := unencodable(step)) is not None:
-                what = "an argument is neither text, bytes, number, list nor mapping"
-                raise InvalidArgument(f"{step.label(number)}: {what}: {why}")
-        encoded = msgspec.msgpack.encode(spec, order="deterministic")  # equal plans are equal bytes
-        return PlanHandle(self._link, self._steps, self.context, encoded, concurrency)
+        return PlanHandle(self._link, self._steps, self.context, _encoded(spec), concurrency)
+
+
+def _encoded(spec: PlanSpec) -> bytes:
+    """Equal plans are equal bytes."""
+    for number, step in enumerate(spec.steps):
+        try:
+            msgspec.msgpack.encode(step, order="deterministic")
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            what = "an argument is neither text, bytes, number, list nor mapping by text"
+            raise InvalidArgument(f"{step.label(number)}: {what}: {error}") from error
+    return msgspec.msgpack.encode(spec, order="deterministic")
 
 
 class PlanOutcome:
@@ -271,7 +276,8 @@ class PlanHandle:
             wait_s = min(max(self._until - loop.time(), 0.0) + STORE_TIMEOUT_S, WATCH_WAIT_S)
             message: Message = WaitPlan(self._context.idempotency_key, int(wait_s * 1000))
             if not submitted:
-                message = msgspec.structs.replace(self._submit, wait_ms=int(wait_s * 1000))
+                left_s = max(self._until - loop.time(), 0.001)  # it may be begun anew
+                message = msgspec.structs.replace(self._submit, wait_ms=int(wait_s * 1000), timeout_s=left_s)
             try:
                 state = await self._link.call(message, PlanState, wait_s + STORE_TIMEOUT_S)
             except Unavailable as error:

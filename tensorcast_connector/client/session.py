@@ -183,25 +183,32 @@ class Session:
             check_name(name)
         image = Image(given)
         lease_id = await self._lease(ownership.ttl_s) if ownership is not None else 0
-        upload_id = ""
+        upload_id, done = "", False
+        channel = self._link.begin_put()
         try:
             if self._link.local and image.size:
-                descriptor, opened = await self._link.descriptor(OpenMappedUpload(image.size), UploadOpened)
+                message = OpenMappedUpload(image.size)
+                descriptor, opened = await channel.call(message, UploadOpened, ARTIFACT_TIMEOUT_S)
                 upload_id = opened.upload_id
                 digests = await _write(image, descriptor)
             else:
                 upload_id = await self._open_upload(image.size)
                 digests = await self._send(image, upload_id)
             header = encode_header(Header(image.specs, image.size, digests, tenant=self._link.tenant))
-            message = CommitUpload(upload_id, header, name, lease_id)
-            made = await self._link.call(message, ArtifactOpened, ARTIFACT_TIMEOUT_S)
-            self._link.revision = max(self._link.revision, made.revision)
+            commit = CommitUpload(upload_id, header, name, lease_id)
+            before = self._link.revision
+            made = await self._link.call(commit, ArtifactOpened, ARTIFACT_TIMEOUT_S)
+            done = True
+            gone_back = made.revision < before  # the store's database is another one
+            self._link.revision = made.revision if gone_back else max(self._link.revision, made.revision)
             return Artifact(self._link, name, made)
         except BaseException:
             if upload_id:
                 with contextlib.suppress(TensorcastError):
                     await self._link.call(AbortUpload(upload_id), Ok)
             raise
+        finally:
+            self._link.end_put(channel, done)
 
     async def _open_upload(self, size: int) -> str:
         """The id of an upload. Who is cancelled before it is known waits for it, to give the memory back."""

@@ -11,11 +11,12 @@ xxh3-128: as fast as memory, safe against every accident, and not against somebo
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Annotated
 
 import blake3
 import msgspec
 
-from tensorcast_connector.config import NAME_CHARS_MAX
+from tensorcast_connector.config import ARTIFACT_HEADER_BYTES_MAX, ARTIFACT_TENSORS_MAX, NAME_CHARS_MAX
 from tensorcast_connector.errors import InvalidArgument, ProtocolError
 from tensorcast_connector.types import ByteRange
 
@@ -58,7 +59,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 class Header(msgspec.Struct, frozen=True, array_like=True):
     """The canonical description of an artifact's content. `chunks` are the digests of its chunks, one after the other."""
 
-    tensors: tuple[TensorSpec, ...]
+    tensors: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=ARTIFACT_TENSORS_MAX)]
     size: int  # in bytes
     chunks: bytes
     format: int = FORMAT_VERSION
@@ -120,6 +121,8 @@ def decode_header(encoded: bytes) -> Header:
     Raises:
         ProtocolError: it is none, or contradicts itself.
     """
+    if len(encoded) > ARTIFACT_HEADER_BYTES_MAX:
+        raise ProtocolError(f"a header of {len(encoded)} bytes; one artifact has at most {ARTIFACT_HEADER_BYTES_MAX}")
     try:
         header = _header_decoder.decode(encoded)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -181,6 +181,7 @@ class PlanExecution:
         self._write_at = 0.0
         self._write_failures = 0  # one after the other
         self._ended: tuple[str, str, str] | None = None  # state, error, message
+        self._stripped = False  # of results, since they did not fit
         self._over = False
 
     def __repr__(self) -> str:
@@ -216,6 +217,8 @@ class PlanExecution:
             self._write_failures += 1
             self._write_at = now + self._delay(self._write_failures)
         elif isinstance(event, TooLarge):
+            if self._stripped:
+                return self._give_up(event)
             self._too_large(event)
         elif isinstance(event, Succeeded):
             self._succeeded(event, now)
@@ -259,6 +262,14 @@ class PlanExecution:
             for step, each in self._outcomes.items()
         }
         self._ended = FAILED, Exhausted.code, message
+        self._stripped = True
+
+    def _give_up(self, event: TooLarge) -> list[Instruction]:
+        """Without results it does not fit either: it has failed for who waits, and nothing is written any more."""
+        self._over = True
+        message = f"its record has {event.bytes} bytes without any results; the limit is {PLAN_BYTES_MAX}"
+        failed = msgspec.structs.replace(self._record, state=FAILED, error=Exhausted.code, message=message)
+        return [*self._cancel_all(), Finish(failed)]
 
     # --- steps ---
 
@@ -299,7 +310,7 @@ class PlanExecution:
         """Nothing new is begun. The first reason counts."""
         self._changed = True
         if self._ended is None:
-            self._ended = state, error, message
+            self._ended = state, error, message[:MESSAGE_CHARS_MAX]
 
     # --- what comes next ---
 
@@ -332,7 +343,7 @@ class PlanExecution:
             try:
                 arguments = resolve(self._record.plan.steps[step], self._outcomes, step)
             except TensorcastError as error:
-                self._outcomes[step] = StepOutcome(FAILED, None, error.code, str(error))
+                self._outcomes[step] = StepOutcome(FAILED, None, error.code, str(error)[:MESSAGE_CHARS_MAX])
                 self._end(FAILED, error.code, str(error))
                 return [*done, *self._cancel_all()]
             self._running[step] = _Attempt(attempts + 1, now, first_at)

@@ -22,6 +22,7 @@ from tensorcast_connector.config import (
     PLAN_ORPHANS_INTERVAL_S,
     PLAN_RECORD_TTL_S,
     STORE_TIMEOUT_S,
+    WATCH_WAIT_S,
 )
 from tensorcast_connector.core.cluster import PLAN_MARKERS, ClusterView
 from tensorcast_connector.core.execution import Finish, Follow
@@ -29,11 +30,13 @@ from tensorcast_connector.core.plan import (
     PlanRecord,
     PlanSpec,
     check_deadline,
+    check_size,
+    check_trace,
     decode_marker,
     encode_record,
     next_epoch,
 )
-from tensorcast_connector.core.plan_asks import STORE, Answer, Moment, Outbox, Result
+from tensorcast_connector.core.plan_asks import STORE, Alarm, Answer, Moment, Outbox, Result
 from tensorcast_connector.core.plan_runs import PlanRuns, executor_of, tenant_of
 from tensorcast_connector.errors import Conflict, NotFound, TensorcastError, Unavailable
 from tensorcast_connector.types import WorkerId
@@ -55,6 +58,7 @@ class _Waiter:
     asking: bool = False
     found: PlanRecord | None = None  # as it was when last read
     error: TensorcastError | None = None  # why it could not be read
+    alarm: Alarm | None = None  # at `until`
 
 
 class GatewayPlans:
@@ -88,7 +92,7 @@ class GatewayPlans:
         self, ticket: int, key: str, plan: PlanSpec, trace_id: str, timeout_s: float, concurrency: int, wait_s: float,
         at: Moment,
     ) -> None:  # fmt: skip
-        """Begins a plan, or joins the one with that key; answered when it has ended, or after `wait_s`.
+        """Begins a plan, or joins the one with that key; answered when it has ended, or after `wait_s` (WATCH_WAIT_S at most).
 
         The error can be a NotFound that names a step, or a Conflict since another plan has that key.
 
@@ -97,16 +101,18 @@ class GatewayPlans:
             plan: valid.
 
         Raises:
-            InvalidArgument: no such deadline.
+            InvalidArgument: no such deadline or trace id, or a plan that is too large.
             Unavailable: this gateway has not heard of the store yet.
         """
         check_deadline(timeout_s)
+        check_trace(trace_id)
         epoch = next_epoch(0, self._view.incarnation)
         concurrency = min(max(1, concurrency), len(plan.steps))
         record = PlanRecord(
             plan, plan.digest(), self._me, epoch, trace_id, at.unix_s + timeout_s, concurrency, timeout_s=timeout_s
         )
-        waiter = _Waiter(ticket, key, at.now + wait_s, record)
+        check_size(record)
+        waiter = _Waiter(ticket, key, _until(wait_s, at), record)
         if not self._view.incarnation:
             raise Unavailable("this gateway does not know the cluster yet")
         for number, step in enumerate(plan.steps):
@@ -117,8 +123,8 @@ class GatewayPlans:
         self._admit(waiter, at)
 
     def wait(self, ticket: int, key: str, wait_s: float, at: Moment) -> None:
-        """How a plan is doing; answered when it has ended, or after `wait_s`. The error can be NotFound."""
-        self._admit(_Waiter(ticket, key, at.now + wait_s), at)
+        """How a plan is doing; answered as `submit`. The error can be NotFound."""
+        self._admit(_Waiter(ticket, key, _until(wait_s, at)), at)
 
     def cancel(self, ticket: int, key: str, forward: bool, at: Moment) -> None:
         """Ends a plan, here or, if `forward`, at the gateway that has it; answered as `wait`."""
@@ -128,6 +134,7 @@ class GatewayPlans:
         """That caller does not wait any more; fine if it was answered."""
         waiter = self._waiters.pop(ticket, None)
         if waiter is not None:
+            self.outbox.cancel(waiter.alarm)
             self._waiting[waiter.key].pop(ticket)
             if not self._waiting[waiter.key]:
                 del self._waiting[waiter.key]
@@ -135,7 +142,7 @@ class GatewayPlans:
     def _admit(self, waiter: _Waiter, at: Moment) -> None:
         self._waiters[waiter.ticket] = waiter
         self._waiting.setdefault(waiter.key, {})[waiter.ticket] = waiter
-        self.outbox.alarm(waiter.until, lambda then: self._time_is_up(waiter, then))
+        waiter.alarm = self.outbox.alarm(waiter.until, lambda then: self._time_is_up(waiter, then))
         self._attend(waiter, at)
 
     def _attend(self, waiter: _Waiter, at: Moment) -> None:
@@ -203,7 +210,10 @@ class GatewayPlans:
         if known is not None:
             self._answer(waiter, PlanState(encode_record(known)))
         elif running and at.now < waiter.until + STORE_TIMEOUT_S:  # it is being written for the first time
-            self.outbox.alarm(waiter.until + STORE_TIMEOUT_S, lambda then: self._time_is_up(waiter, then))
+            self.outbox.cancel(waiter.alarm)
+            waiter.alarm = self.outbox.alarm(
+                waiter.until + STORE_TIMEOUT_S, lambda then: self._time_is_up(waiter, then)
+            )
         else:
             self._answer(waiter, waiter.error or Unavailable("the plan's record could not be written yet"))
 
@@ -275,6 +285,11 @@ class GatewayPlans:
     def _take_over(self, key: str, found: PlanRecord, revision: int, at: Moment) -> None:
         epoch = next_epoch(found.epoch, self._view.incarnation)
         self._runs.begin(key, msgspec.structs.replace(found, owner=self._me, epoch=epoch), found, revision, at)
+
+
+def _until(wait_s: float, at: Moment) -> float:
+    """How long a caller waits, whatever it said."""
+    return at.now + min(max(wait_s, 0.0), WATCH_WAIT_S)
 
 
 def _other_plan(key: str) -> Conflict:

@@ -92,7 +92,12 @@ class Member:
 
     def told(self, record: Listed) -> None:
         """The store has it already, by a transaction of somebody else here; from now on it is listed like the others."""
-        self._listed[_key(record)] = record
+        key = _key(record)
+        self._listed[key] = record
+        self._untold.pop(key, None)  # the watch may have shown it before we knew
+        call = self._lease_call
+        if call is not None and call.about is not None and _key(call.about[0]) == key:
+            self._untold[key] = record, True  # that may be done before or after
 
     def remove(self, record: Listed) -> None:
         """Takes it off the list; one that is not on it is fine."""

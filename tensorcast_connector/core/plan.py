@@ -10,7 +10,13 @@ from typing import Any
 import blake3
 import msgspec
 
-from tensorcast_connector.config import NAME_CHARS_MAX, PLAN_BYTES_MAX, PLAN_DEADLINE_MAX_S, PLAN_STEPS_MAX
+from tensorcast_connector.config import (
+    NAME_CHARS_MAX,
+    PLAN_BYTES_MAX,
+    PLAN_DEADLINE_MAX_S,
+    PLAN_STEPS_MAX,
+    PLAN_TRACE_CHARS_MAX,
+)
 from tensorcast_connector.core.cluster import PLAN_MARKERS, PLANS
 from tensorcast_connector.errors import InvalidArgument, ProtocolError
 
@@ -52,8 +58,12 @@ class PlanSpec(msgspec.Struct, frozen=True, array_like=True):
     steps: tuple[StepSpec, ...]
 
     def digest(self) -> str:
-        """Two plans are the same if this is."""
-        return blake3.blake3(msgspec.msgpack.encode(self, order="deterministic")).hexdigest()[:32]
+        """Two plans are the same if this is. Raises InvalidArgument for arguments that have no order."""
+        try:
+            encoded = msgspec.msgpack.encode(self, order="deterministic")
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise InvalidArgument(f"a plan that cannot be written down: {error}") from error
+        return blake3.blake3(encoded).hexdigest()[:32]
 
 
 _plan_decoder = msgspec.msgpack.Decoder(PlanSpec)
@@ -90,6 +100,13 @@ def check_key(key: str) -> str:
     if not 0 < len(key) <= 2 * NAME_CHARS_MAX or not key.isprintable():
         raise InvalidArgument(f"{key[:64]!r} is no idempotency key: 1 to {2 * NAME_CHARS_MAX} printable characters")
     return key
+
+
+def check_trace(trace_id: str) -> str:
+    """Raises InvalidArgument for what cannot be a caller's trace id."""
+    if len(trace_id) > PLAN_TRACE_CHARS_MAX or not trace_id.isprintable():
+        raise InvalidArgument(f"{trace_id[:64]!r} is no trace id: at most {PLAN_TRACE_CHARS_MAX} printable characters")
+    return trace_id
 
 
 def validate(plan: PlanSpec) -> None:
@@ -188,6 +205,16 @@ class PlanRecord(msgspec.Struct, frozen=True):
 
 encode_record = msgspec.msgpack.Encoder().encode
 decode_record = msgspec.msgpack.Decoder(PlanRecord).decode
+
+
+def check_size(record: PlanRecord) -> None:
+    """Raises InvalidArgument for a record, as it is to be written first, that leaves too little room for results."""
+    try:
+        size = len(encode_record(record))  # which can be more than what the caller sent
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidArgument(f"a plan that cannot be written down: {error}") from error
+    if size > PLAN_BYTES_MAX // 2:
+        raise InvalidArgument(f"a plan that makes a record of {size} bytes; the limit is {PLAN_BYTES_MAX // 2}")
 
 
 def same_record(found: PlanRecord, known: PlanRecord) -> bool:

@@ -74,12 +74,21 @@ class Over:
 Out = Ask | Drop | Answer | Began | Over
 
 
+@dataclass(eq=False, slots=True)
+class Alarm:
+    """What is to happen at some time. Once it has happened, or was cancelled, it holds nothing."""
+
+    when: float
+    action: Callable[[Moment], None] | None
+
+
 class Outbox:
     """See the module."""
 
     def __init__(self) -> None:
         self._out: list[Out] = []
-        self._alarms: list[tuple[float, int, Callable[[Moment], None]]] = []
+        self._alarms: list[tuple[float, int, Alarm]] = []  # a heap; some were cancelled
+        self._cancelled = 0
         self._count = 0
 
     def ask(
@@ -120,14 +129,34 @@ class Outbox:
         due = []
         while self._alarms and self._alarms[0][0] <= at.now:
             due.append(heapq.heappop(self._alarms)[2])
-        for action in due:
-            action(at)
+        for alarm in due:
+            action, alarm.action = alarm.action, None
+            if action is not None:
+                action(at)
+            else:
+                self._cancelled -= 1
 
     def wake_at(self) -> float:
         """When to tick, if nothing else happens."""
+        while self._alarms and self._alarms[0][2].action is None:
+            heapq.heappop(self._alarms)
+            self._cancelled -= 1
         return self._alarms[0][0] if self._alarms else float("inf")
 
-    def alarm(self, when: float, action: Callable[[Moment], None]) -> None:
+    def alarm(self, when: float, action: Callable[[Moment], None]) -> Alarm:
         """`action` happens then."""
         self._count += 1
-        heapq.heappush(self._alarms, (when, self._count, action))
+        alarm = Alarm(when, action)
+        heapq.heappush(self._alarms, (when, self._count, alarm))
+        return alarm
+
+    def cancel(self, alarm: Alarm | None) -> None:
+        """It does not happen, and what it would have done is let go; fine if it has happened, or there is none."""
+        if alarm is None or alarm.action is None:
+            return
+        alarm.action = None
+        self._cancelled += 1
+        if self._cancelled > len(self._alarms) // 2 + 16:
+            self._alarms = [each for each in self._alarms if each[2].action is not None]
+            heapq.heapify(self._alarms)
+            self._cancelled = 0

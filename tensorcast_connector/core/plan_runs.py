@@ -27,7 +27,7 @@ from tensorcast_connector.core.plan import (
     plan_key,
     same_record,
 )
-from tensorcast_connector.core.plan_asks import STORE, Ask, Began, Drop, Moment, Outbox, Over, Result
+from tensorcast_connector.core.plan_asks import STORE, Alarm, Ask, Began, Drop, Moment, Outbox, Over, Result
 from tensorcast_connector.errors import NotFound, TensorcastError, Unavailable
 from tensorcast_connector.types import InstanceId, WorkerId
 from tensorcast_connector.wire.plan_messages import CancelSteps, RunStep
@@ -44,7 +44,7 @@ class _Running:
     lease_ttl_s: int
     lease_id: int = 0  # under which the record is to be; 0: there is none yet
     marked: int = 0  # under which the marker is
-    alarm_at: float = float("inf")
+    alarm: Alarm | None = None  # the next
     asks: dict[tuple[int, int], Ask] = field(default_factory=dict)  # of each step and attempt
 
 
@@ -144,18 +144,19 @@ class PlanRuns:
             if not events:
                 break
             instructions = running.execution.handle(events.popleft(), at.now)
-        if (when := running.execution.wake_at()) < running.alarm_at:
-            running.alarm_at = when
-            self._outbox.alarm(when, lambda then: self._ring(running, then))
+        when, alarm = running.execution.wake_at(), running.alarm
+        if when < (alarm.when if alarm is not None else float("inf")):
+            self._outbox.cancel(alarm)
+            running.alarm = self._outbox.alarm(when, lambda then: self._ring(running, then))
         self._tell_changed(running.key, None, at)
 
     def _ring(self, running: _Running, at: Moment) -> None:
-        if at.now >= running.alarm_at:
-            running.alarm_at = float("inf")
-            self._handle(running, ex.Tick(), at)
+        running.alarm = None
+        self._handle(running, ex.Tick(), at)
 
     def _over(self, running: _Running, how: ex.Finish | ex.Follow, at: Moment) -> None:
         del self._running[running.key]
+        self._outbox.cancel(running.alarm)
         self._outbox.tell(Over(running.key, how.record if isinstance(how, ex.Finish) else None))
         self._tell_over(running.key, how, at)
 

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 
+from tensorcast_connector.config import ARTIFACTS_MAX
 from tensorcast_connector.errors import Exhausted, NotFound
 
 
@@ -28,10 +29,12 @@ class Residence:
 
     Args:
         bytes_max: what all artifacts here may have together.
+        count_max: how many they may be, with what is being written or fetched.
     """
 
-    def __init__(self, bytes_max: int) -> None:
+    def __init__(self, bytes_max: int, count_max: int = ARTIFACTS_MAX) -> None:
         self.bytes_max = bytes_max
+        self.count_max = count_max
         self._reserved: dict[Hashable, int] = {}
         self._resident: OrderedDict[str, _Resident] = OrderedDict()  # least recently used first
         self.used_bytes = 0
@@ -50,8 +53,9 @@ class Residence:
         """
         gone: list[str] = []
         free = self.bytes_max - self.used_bytes
+        count = len(self._resident) + len(self._reserved)
         for artifact_id, each in self._resident.items():
-            if free >= size:
+            if free >= size and count - len(gone) < self.count_max:
                 break
             if not each.keeper and not each.pinned(now):
                 gone.append(artifact_id)
@@ -61,6 +65,11 @@ class Residence:
                 f"{size} bytes for an artifact do not fit: {self.used_bytes} of {self.bytes_max} bytes are in use, and "
                 f"{free - (self.bytes_max - self.used_bytes)} of these may go; delete or unpin something, or give the worker "
                 "more with --artifacts"
+            )
+        if count - len(gone) >= self.count_max:
+            raise Exhausted(
+                f"{count} artifacts and uploads are at this worker, of {self.count_max} that it takes; delete or unpin "
+                "something, put fewer and larger ones, or put at another worker"
             )
         for artifact_id in gone:
             self.forget(artifact_id)
@@ -118,6 +127,12 @@ class Residence:
         """Ends a pin; fine if there is none."""
         if artifact_id in self._resident:
             self._resident[artifact_id].pins.pop(pin, None)
+
+    def prune(self, now: float) -> None:
+        """Pins that have run out take no memory any more."""
+        for each in self._resident.values():
+            if each.pins:
+                each.pins = {pin: until for pin, until in each.pins.items() if until > now}
 
     def pins(self, artifact_id: str, now: float) -> Collection[str]:
         """Who pins it."""

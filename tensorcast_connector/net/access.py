@@ -18,7 +18,7 @@ from tensorcast_connector.net.transport import Stream
 from tensorcast_connector.wire.codec import decode, encode, failure_decoder
 from tensorcast_connector.wire.frames import HEADER_BYTES, Kind, decode_header, encode_frame
 from tensorcast_connector.wire.messages import Failure
-from tensorcast_connector.wire.tokens import MAGIC, NONCE_BYTES, PROOF_BYTES, Access, proof, same
+from tensorcast_connector.wire.tokens import MAGIC, NONCE_BYTES, PROOF_BYTES, TENANT_BYTES_MAX, Access, proof, same
 
 TOKEN_FILE_BYTES_MAX = 4096
 FRAME_MAGIC = b"TC"  # what a peer without a token begins with
@@ -47,6 +47,12 @@ def read_token(path: str) -> Access | None:
         return Access(text.strip())
     except ConfigError as error:
         raise ConfigError(f"token_file={path!r}: {error}") from None
+
+
+def check_tenant_fits(tenant: str) -> None:
+    """Raises ConfigError for a name that is too long to be said beside a token."""
+    if len(tenant.encode()) > TENANT_BYTES_MAX:
+        raise ConfigError(f"tenant={tenant[:40]!r}: at most {TENANT_BYTES_MAX} bytes where there is a token")
 
 
 async def introduce(stream: Stream, access: Access, tenant: str) -> None:

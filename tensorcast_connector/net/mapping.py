@@ -35,10 +35,11 @@ class Mapped:
         self._ending()
 
 
-def map_memory(descriptor: int, size: int, *, private: bool = False) -> Mapped:
-    """The first `size` bytes (at least 1) behind a descriptor.
+def map_memory(descriptor: int, size: int, start: int = 0, *, private: bool = False) -> Mapped:
+    """`size` bytes (at least 1) behind a descriptor.
 
     Args:
+        start: of the first, in whole huge pages.
         private: what is written is seen by nobody else, and copied page by page.
 
     Raises:
@@ -50,7 +51,7 @@ def map_memory(descriptor: int, size: int, *, private: bool = False) -> Mapped:
         raise OSError(ctypes.get_errno(), "mmap")
     at = -(-base // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     flags = (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED) | _MAP_FIXED
-    if _libc.mmap(at, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0) == _FAILED:
+    if _libc.mmap(at, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, start) == _FAILED:
         error = ctypes.get_errno()
         _libc.munmap(base, reserved)
         raise OSError(error, "mmap")

@@ -3,10 +3,16 @@
 import asyncio
 import os
 import socket
+import ssl
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
-from tensorcast_connector.config import TCP_KEEPALIVE_IDLE_S, TCP_KEEPALIVE_INTERVAL_S, TCP_KEEPALIVE_PROBES
+from tensorcast_connector.config import (
+    HELLO_TIMEOUT_S,
+    TCP_KEEPALIVE_IDLE_S,
+    TCP_KEEPALIVE_INTERVAL_S,
+    TCP_KEEPALIVE_PROBES,
+)
 from tensorcast_connector.errors import Unavailable
 from tensorcast_connector.net.admission import Stage
 from tensorcast_connector.net.transport import Buffer
@@ -53,8 +59,7 @@ class SocketStream(asyncio.BufferedProtocol):
         """asyncio: the connection is up."""
         self._transport = transport  # type: ignore[assignment]
         self.heard_at = self._loop.time()
-        # A send returns when nothing is queued any more, so the caller may reuse the memory it sent from.
-        self._transport.set_write_buffer_limits(high=0)  # type: ignore[union-attr]
+        _limit_queue(self._transport)  # type: ignore[arg-type]
         sock = transport.get_extra_info("socket")
         self.peer = "unix"
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -65,6 +70,45 @@ class SocketStream(asyncio.BufferedProtocol):
             self.host = peer[0] if peer else "?"
         if self._accepted is not None:
             self._accepted.start(self)
+
+    async def secure(self, context: ssl.SSLContext) -> None:
+        """The listener's side of a TLS handshake; before anything else is done with the connection.
+
+        Raises:
+            Unavailable: the other side does not go through with it.
+        """
+        assert self._transport is not None
+        if self._ended:
+            raise Unavailable(f"{self.peer} left")
+        self._loop.call_soon(self._give, self._transport)
+        try:
+            made = await self._loop.start_tls(
+                self._transport, self, context, server_side=True,
+                ssl_handshake_timeout=HELLO_TIMEOUT_S, ssl_shutdown_timeout=HELLO_TIMEOUT_S,
+            )  # fmt: skip
+        except OSError as error:
+            raise Unavailable(f"no TLS with {self.peer}: {error}") from error
+        if made is None or self._closed:  # what was closed on this side meanwhile looks like success
+            if made is not None:
+                made.close()
+            raise Unavailable(f"the connection to {self.peer} was closed")
+        self._transport = made
+        _limit_queue(made)
+
+    def _give(self, transport: asyncio.Transport) -> None:
+        """What came already (uvloop reads at once) is of the handshake."""
+        protocol: Any = transport.get_protocol()  # the handshake's, which takes what comes as we do
+        if protocol is self:
+            return
+        data = self._buffer[: self._end]
+        while data.nbytes:
+            room = memoryview(protocol.get_buffer(data.nbytes))
+            count = min(room.nbytes, data.nbytes)
+            room[:count] = data[:count]
+            protocol.buffer_updated(count)
+            data = data[count:]
+        self._start = self._end = 0
+        self._read_paused = False
 
     def get_buffer(self, _sizehint: int) -> memoryview:
         """asyncio: where the next bytes go."""
@@ -222,16 +266,22 @@ class SocketStream(asyncio.BufferedProtocol):
 
     async def send_descriptor(self, descriptor: int) -> None:
         """See Stream."""
-        await self.send(b"")
-        assert self._transport is not None
-        sock = self._transport.get_extra_info("socket")
-        if sock is None or sock.family != socket.AF_UNIX:
-            raise Unavailable("file descriptors can only be passed over a Unix socket")
+        passed = -1
         try:
+            # While this waits its turn, what it was asked for may be closed, and its number be something else's.
+            passed = os.dup(descriptor)
+            await self.send(b"")
+            assert self._transport is not None
+            sock = self._transport.get_extra_info("socket")
+            if sock is None or sock.family != socket.AF_UNIX:
+                raise Unavailable("file descriptors can only be passed over a Unix socket")
             with socket.socket(fileno=os.dup(sock.fileno())) as duplicate:
-                socket.send_fds(duplicate, [b"\0"], [descriptor])
+                socket.send_fds(duplicate, [b"\0"], [passed])
         except OSError as error:
             raise Unavailable(f"cannot pass a descriptor to {self.peer}: {error.strerror}") from error
+        finally:
+            if passed >= 0:
+                os.close(passed)
 
     def close(self) -> None:
         """See Stream."""
@@ -247,6 +297,13 @@ class SocketStream(asyncio.BufferedProtocol):
                 self._transport.abort()
         self._wake_reader()
         self._flushed.set()
+
+
+def _limit_queue(transport: asyncio.Transport) -> None:
+    """A send returns when nothing is queued any more, so the caller may reuse the memory it sent from."""
+    # TLS pauses the writer at exactly `high` bytes: with 0 it would pause after having sent everything, for ever.
+    secure = transport.get_extra_info("sslcontext") is not None
+    transport.set_write_buffer_limits(high=1 if secure else 0, low=0)
 
 
 def _keep_alive(sock: socket.socket) -> None:

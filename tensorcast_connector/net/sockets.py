@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import logging
+import ssl
 from pathlib import Path
 
 from tensorcast_connector.config import (
     CONNECTIONS_MAX,
 )
 from tensorcast_connector.errors import ConfigError, TensorcastError, Unavailable
-from tensorcast_connector.net.access import admit, introduce
+from tensorcast_connector.net.access import admit, check_tenant_fits, introduce
 from tensorcast_connector.net.admission import least_missed
 from tensorcast_connector.net.private import bind_private
 from tensorcast_connector.net.socket_stream import SocketStream
@@ -26,8 +27,9 @@ _ADDRESS_ERRORS = (OSError, UnicodeError)
 class SocketListener:
     """A listening socket; each accepted connection is served by a task that ends with the listener."""
 
-    def __init__(self, on_stream: OnStream) -> None:
+    def __init__(self, on_stream: OnStream, context: ssl.SSLContext | None = None) -> None:
         self._on_stream = on_stream
+        self._context = context  # of TLS
         self._server: asyncio.Server | None = None
         self._tasks: dict[asyncio.Task[None], SocketStream] = {}
         self._leaving: set[asyncio.Task[None]] = set()  # that had to make room
@@ -61,6 +63,8 @@ class SocketListener:
 
     async def _serve(self, stream: SocketStream) -> None:
         try:
+            if self._context is not None:
+                await stream.secure(self._context)
             await self._on_stream(stream)
         except Unavailable:
             pass  # the peer went away; whoever served it has cleaned up
@@ -106,9 +110,14 @@ class SocketNetwork:
         access: what both sides have to show; None: nothing.
         tls: certificates of both sides; None: none.
         tenant: whom this process acts for when it dials; "" for the cluster.
+
+    Raises:
+        ConfigError: the tenant's name is too long.
     """
 
     def __init__(self, access: Access | None = None, tls: Tls | None = None, tenant: str = "") -> None:
+        if access is not None:
+            check_tenant_fits(tenant)
         self._access = access
         self._tls = tls
         self._tenant = tenant
@@ -146,7 +155,9 @@ class SocketNetwork:
             stream.tenant = await admit(stream, access)
             await on_stream(stream)
 
-        listener = SocketListener(on_stream if access is None else admitted)
+        # Not asyncio's own handshake: until that is done, nobody would count the connection.
+        context = self._tls.server if self._tls is not None and address.scheme == "tcp" else None
+        listener = SocketListener(on_stream if access is None else admitted, context)
         try:
             if address.scheme == "unix":
                 with contextlib.ExitStack() as on_error:
@@ -155,8 +166,7 @@ class SocketNetwork:
                     server = await loop.create_unix_server(lambda: SocketStream(listener), sock=sock)
                     on_error.pop_all()
             else:
-                tls = self._tls.server if self._tls is not None else None
-                server = await loop.create_server(lambda: SocketStream(listener), address.host, address.port, ssl=tls)
+                server = await loop.create_server(lambda: SocketStream(listener), address.host, address.port)
         except _ADDRESS_ERRORS as error:
             raise ConfigError(f"cannot listen on {address}: {_reason(error)}") from error
         listener.opened(server, address)

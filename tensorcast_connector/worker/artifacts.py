@@ -7,28 +7,20 @@ section 4.2), of which every worker has a view.
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import xxhash
-
-from tensorcast_connector.config import ARTIFACT_SOURCES_MAX, ARTIFACT_SPARE_DELAY_S
-from tensorcast_connector.core.artifact import (
-    CHUNK_BYTES,
-    CHUNK_DIGEST_BYTES,
-    Header,
-    artifact_id,
-    chunk_count,
-    decode_header,
-)
+from tensorcast_connector.config import ARTIFACT_BYTES_MIN, ARTIFACT_SPARE_DELAY_S, SESSION_UPLOADS_MAX
+from tensorcast_connector.core.artifact import Header, artifact_id, decode_header
 from tensorcast_connector.core.cluster import ClusterView
 from tensorcast_connector.core.placement import hrw_rank
 from tensorcast_connector.core.residence import Residence
-from tensorcast_connector.errors import NotFound, ProtocolError, TensorcastError
+from tensorcast_connector.errors import Exhausted, NotFound, ProtocolError, TensorcastError
 from tensorcast_connector.types import ByteRange, WorkerId
 from tensorcast_connector.wire.store_messages import ReplicaRecord
 from tensorcast_connector.worker.blob import Blob, Spare
+from tensorcast_connector.worker.chunks import fetch_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +54,7 @@ class Copy:
     # deleted. None: it is not recorded yet.
     recorded: tuple[int, int] | None = None
     recording: int = 0  # by how many callers just now; it stays until they know
+    lost: bool = False  # the store's database is another one, and knows nothing of it
 
 
 @dataclass(slots=True)
@@ -93,6 +86,7 @@ class Artifacts:
         self._refilling: asyncio.TimerHandle | None = None
         self._copies: dict[str, Copy] = {}
         self._uploads: dict[str, Upload] = {}
+        self._opening: list[Hashable] = []  # the sessions of uploads whose memory is being allocated
         self._arriving: dict[str, asyncio.Task[Copy]] = {}
         self.residence = residence
         self.counters = {
@@ -107,24 +101,47 @@ class Artifacts:
 
     # --- putting ---
 
-    def open_upload(self, session: Hashable, size: int) -> str:
+    async def open_upload(self, session: Hashable, size: int) -> str:
         """Memory for an artifact that `session` is going to fill; its id.
 
         Raises:
-            Exhausted: there is no room.
+            Exhausted: there is no room, or it has too many already.
         """
+        open_now = self._opening.count(session) + sum(each.session == session for each in self._uploads.values())
+        if open_now >= SESSION_UPLOADS_MAX:
+            raise Exhausted(f"{open_now} uploads of one connection are open; commit or abort some of them first")
         upload_id = secrets.token_hex(8)
-        blob = self._allocate(upload_id, size)
+        self._opening.append(session)
+        try:
+            blob = await self._allocate(upload_id, size)
+        finally:
+            self._opening.remove(session)
         self._uploads[upload_id] = Upload(session, blob)
         return upload_id
 
-    def _allocate(self, owner: Hashable, size: int) -> Blob:
-        self._evict(self.residence.reserve(owner, size, self._now()))
+    async def _allocate(self, owner: Hashable, size: int) -> Blob:
+        """Much memory is allocated on a thread: that takes long, and everything else goes on meanwhile."""
+        self._evict(self.residence.reserve(owner, max(size, ARTIFACT_BYTES_MIN), self._now()))
         try:
-            return self._spare.take(size)
+            if size <= self._spare.bytes:
+                return self._spare.take(size)
+            making = asyncio.ensure_future(asyncio.to_thread(Blob, size))
         except BaseException:
             self.residence.release(owner)
             raise
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(lambda done: self._unwanted(owner, done))
+            raise
+        except BaseException:
+            self.residence.release(owner)
+            raise
+
+    def _unwanted(self, owner: Hashable, made: "asyncio.Future[Blob]") -> None:
+        self.residence.release(owner)
+        if not made.cancelled() and made.exception() is None:
+            made.result().close()
 
     def _evict(self, gone: Sequence[str]) -> None:
         for each in gone:
@@ -257,9 +274,10 @@ class Artifacts:
             task.exception()  # whoever waits for it gets it; if nobody does, nobody needs it
 
     async def _fetch(self, identity: str) -> Copy:
+        life = self._view.incarnation
         encoded = await self.header(identity)
         header = decode_header(encoded)
-        blob = self._allocate(("fetch", identity), header.size)
+        blob = await self._allocate(("fetch", identity), header.size)
         try:
             memory = blob.writable()
             try:
@@ -271,7 +289,7 @@ class Artifacts:
             blob.close()
             self.residence.release(("fetch", identity))
             raise
-        copy = Copy(encoded, header, blob, recorded=(0, 0))
+        copy = Copy(encoded, header, blob, recorded=(life, 0))
         self._here(("fetch", identity), identity, copy, keeper=False)
         self._elsewhere.add(self.listing(identity))
         self._refill_soon()
@@ -281,54 +299,32 @@ class Artifacts:
         return copy
 
     async def _fetch_chunks(self, identity: str, header: Header, memory: memoryview) -> None:
-        """All chunks, from several workers at once; what one does not deliver another is asked for."""
-        left = list(range(chunk_count(header.size)))[::-1]
-        failures: list[str] = []
-        failed: set[WorkerId] = set()
+        def fetch(source: WorkerId, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> Awaitable[None]:
+            return self._elsewhere.fetch_bytes(identity, source, ranges, into)
 
-        async def take(source: WorkerId) -> None:
-            while left:
-                chunk = left.pop()
-                part = memory[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
-                try:
-                    await self._elsewhere.fetch_bytes(
-                        identity, source, [ByteRange(chunk * CHUNK_BYTES, part.nbytes)], [part]
-                    )
-                    check_chunk(header, chunk, part)
-                except TensorcastError as error:
-                    left.append(chunk)
-                    failures.append(f"{source}: {error}")
-                    failed.add(source)
-                    return
-                except BaseException:
-                    left.append(chunk)
-                    raise
-                finally:
-                    part.release()
-
-        while left:  # what a source left over that was slow to fail, those that were done before it are asked for again
-            sources = [each for each in self._sources(identity) if each not in failed][:ARTIFACT_SOURCES_MAX]
-            if not sources:
-                raise NotFound(f"{self._lost(identity)} ({'; '.join(failures[-3:]) or 'nobody is listed'})")
-            tasks = [asyncio.get_running_loop().create_task(take(each)) for each in sources for _ in range(2)]
-            try:
-                await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            await fetch_chunks(header, memory, lambda: self._sources(identity), fetch)
+        except NotFound as error:
+            raise NotFound(f"{self._lost(identity)} ({error})") from None
 
     # --- the cluster ---
 
-    def recorded(self, identity: str, revision: int) -> None:
-        """The store has the record of what was committed since that revision."""
-        copy = self._copies[identity]
-        copy.recording -= 1
-        copy.recorded = max(copy.recorded or (0, 0), (self._view.incarnation, revision))
+    def recorded(self, identity: str, life: int, revision: int) -> None:
+        """The store has the record of what was committed since that revision in that life of its database."""
+        if (copy := self._copies.get(identity)) is not None:
+            copy.recording -= 1
+            copy.recorded = max(copy.recorded or (0, 0), (life, revision))
+            copy.lost = False
+
+    def unsure(self, identity: str) -> None:
+        """Nobody knows yet whether it is recorded; until then it stays, and stays listed."""
+        if identity in self._copies:
+            self._elsewhere.add(self.listing(identity))
 
     def unrecorded(self, identity: str) -> None:
         """What was committed could not be recorded. It goes, unless it is somebody else's as well."""
-        copy = self._copies[identity]
+        if (copy := self._copies.get(identity)) is None:
+            return
         copy.recording -= 1
         if copy.recorded is None and not copy.recording and identity not in self._view.artifact_ids:
             self.forget(identity)
@@ -337,15 +333,27 @@ class Artifacts:
             self.reconcile()
 
     def reconcile(self) -> None:
-        """The view has changed: forgets what was deleted, and keeps what nobody else keeps any more."""
+        """The view has changed: forgets what was deleted, and keeps what nobody else keeps any more.
+
+        What a new life of the store does not know was not deleted, it was lost there: it stays.
+        """
         view = self._view
+        now = view.incarnation, view.revision
+        self.residence.prune(self._now())
         for identity, copy in list(self._copies.items()):
             if identity in view.artifact_ids:
+                copy.recorded, copy.lost = max(copy.recorded or now, now), False
                 self._keep(identity, view.replicas.get(identity, {}))
-            elif (
-                not copy.recording and copy.recorded is not None and copy.recorded <= (view.incarnation, view.revision)
-            ):
+            elif copy.recording or copy.recorded is None or copy.recorded > now or copy.lost:
+                pass
+            elif copy.recorded[0] == view.incarnation:
                 self.forget(identity)
+            else:
+                copy.lost = True
+                logger.warning(
+                    "the store has lost the record of artifact %s; it stays here until it is put again or deleted",
+                    identity,
+                )
 
     def _keep(self, identity: str, copies: Mapping[WorkerId, ReplicaRecord]) -> None:
         """Of the copies one is kept: the one that ranks first, if the one that was has gone, or there are several."""
@@ -387,11 +395,5 @@ class Artifacts:
 
     def statistics(self) -> dict[str, int]:
         """Counts for people and metrics."""
-        return {**self.residence.statistics(), **self.counters, "uploads": len(self._uploads)}
-
-
-def check_chunk(header: Header, chunk: int, data: memoryview) -> None:
-    """Raises ProtocolError unless these are the bytes of that chunk."""
-    at = chunk * CHUNK_DIGEST_BYTES
-    if xxhash.xxh3_128_digest(data) != header.chunks[at : at + CHUNK_DIGEST_BYTES]:
-        raise ProtocolError(f"chunk {chunk} arrived with wrong bytes")
+        lost = sum(each.lost for each in self._copies.values())
+        return {**self.residence.statistics(), **self.counters, "uploads": len(self._uploads), "artifacts_lost": lost}

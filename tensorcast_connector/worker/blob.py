@@ -10,6 +10,7 @@ import mmap
 import os
 import threading
 
+from tensorcast_connector.config import ARTIFACT_SPARE_BYTES
 from tensorcast_connector.errors import Exhausted
 from tensorcast_connector.net.mapping import collapse
 
@@ -18,7 +19,10 @@ _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 def _memfd(size: int) -> int:
-    descriptor = os.memfd_create("tensorcast-artifact", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        descriptor = os.memfd_create("tensorcast-artifact", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise Exhausted(f"no memory for an artifact of {size} bytes: {error.strerror}; delete some") from error
     try:
         os.fchmod(descriptor, 0o600)
         if size:
@@ -74,10 +78,18 @@ class Blob:
 
     def close(self) -> None:
         """Lets go of it. What reads from it now keeps it until it has ended."""
-        self._map = None
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        held, descriptor = [self._map], self.descriptor
+        self._map, self.descriptor = None, -1
+
+        def free() -> None:
+            held.clear()
+            if descriptor >= 0:
+                os.close(descriptor)
+
+        if self.bytes > ARTIFACT_SPARE_BYTES:  # that takes long
+            threading.Thread(target=free, name="artifact-free", daemon=True).start()
+        else:
+            free()
 
 
 class Spare:
@@ -93,6 +105,11 @@ class Spare:
         self._lock = threading.Lock()
         self._making: threading.Thread | None = None
         self.refill()
+
+    @property
+    def bytes(self) -> int:
+        """How much there is when it is not taken."""
+        return self._size
 
     def take(self, size: int) -> Blob:
         """A blob of `size` bytes, from what is there if it is enough.

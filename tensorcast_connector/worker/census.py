@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
-from tensorcast_connector.config import SIGNALS_TIMEOUT_S
-from tensorcast_connector.errors import TensorcastError
+from tensorcast_connector.config import NAME_CHARS_MAX, SIGNALS_TIMEOUT_S
+from tensorcast_connector.errors import InvalidArgument, TensorcastError
 from tensorcast_connector.types import InstanceId, WorkerId
 from tensorcast_connector.wire.caller_messages import InstanceListed, SignalsListed, WorkerListed
 from tensorcast_connector.wire.messages import ForgetTenant, GetSignals, InstanceReport, PagesForgotten, Signals
@@ -49,6 +49,18 @@ class Reports:
         return [msgspec.structs.replace(report, age_s=max(0.0, now - at)) for at, report in self._last.values()]
 
 
+def check_switch(what: str) -> str:
+    """The id of an engine, a model or a namespace.
+
+    Raises:
+        InvalidArgument: it cannot be one.
+    """
+    most = 2 * NAME_CHARS_MAX
+    if not 0 < len(what) <= most or not what.isprintable() or what != what.strip():
+        raise InvalidArgument(f"{what[:64]!r} is no engine, model or namespace: 1 to {most} printable characters")
+    return what
+
+
 class Census:
     """See the module.
 
@@ -62,11 +74,15 @@ class Census:
         self._retention = retention
         self._signals = signals
 
-    async def take(self) -> SignalsListed:
-        """Everybody's state now; who does not answer in time is listed without."""
+    async def take(self, tenant: str = "") -> SignalsListed:
+        """Everybody's state now; who does not answer in time is listed without.
+
+        Args:
+            tenant: engines of others are left out; "" for all.
+        """
         view = self._peers.metadata.view
-        workers = await asyncio.gather(
-            *(self._ask(worker_id, record) for worker_id, record in sorted(view.workers.items()))
+        workers = list(
+            await asyncio.gather(*(self._ask(worker_id, record) for worker_id, record in sorted(view.workers.items())))
         )
         reports = {each.instance_id: each for worker in workers if worker.signals for each in worker.signals.instances}
         instances = [
@@ -74,8 +90,11 @@ class Census:
                 instance_id, record.worker_id, record.engine, record.model, record.namespace, reports.get(instance_id)
             )
             for instance_id, record in sorted(view.instances.items())
+            if not tenant or record.tenant in ("", tenant)
         ]
-        return SignalsListed(view.revision, list(workers), instances)
+        if tenant:
+            workers = [_only(worker, {each.instance_id for each in instances}) for worker in workers]
+        return SignalsListed(view.revision, workers, instances)
 
     async def forget_pages(self, tenant: str) -> PagesForgotten:
         """Every worker evicts the pages of a tenant."""
@@ -112,3 +131,11 @@ class Census:
         except TensorcastError as failure:
             error = str(failure)
         return WorkerListed(worker_id, record.name, record.address, record.roles, signals, error)
+
+
+def _only(worker: WorkerListed, engines: Collection[str]) -> WorkerListed:
+    """The same without what other engines say."""
+    if worker.signals is None:
+        return worker
+    told = [each for each in worker.signals.instances if each.instance_id in engines]
+    return msgspec.structs.replace(worker, signals=msgspec.structs.replace(worker.signals, instances=told))

@@ -136,7 +136,7 @@ class Executor:
     async def _pin(self, tenant: str, arguments: dict[str, Any]) -> Any:
         identity = await self._resolve(tenant, _text(arguments, "artifact"))
         ttl_s = arguments.get("ttl_s")
-        if not isinstance(ttl_s, int | float) or not ttl_s > 0:
+        if not isinstance(ttl_s, int | float) or not 0 < ttl_s < 1e18:
             raise InvalidArgument(f"a pin of {ttl_s!r} seconds")
         await self._artifacts.resident(identity)
         self._artifacts.residence.pin(identity, f"{tenant}/{arguments.get('pin', '')}", self._now() + ttl_s)

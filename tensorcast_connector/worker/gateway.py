@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tensorcast_connector.config import WATCH_WAIT_S
+from tensorcast_connector.config import TENANT, WATCH_WAIT_S
 from tensorcast_connector.core.artifact import check_name, check_tenant, is_artifact_id
 from tensorcast_connector.core.cluster import (
     ARTIFACTS,
@@ -24,7 +24,7 @@ from tensorcast_connector.core.cluster import (
     decode_name,
     name_key,
 )
-from tensorcast_connector.errors import Conflict, NotFound, ProtocolError, Unauthorized, Unavailable
+from tensorcast_connector.errors import Conflict, NotFound, ProtocolError, Unauthorized
 from tensorcast_connector.net.transport import Stream
 from tensorcast_connector.types import WorkerId
 from tensorcast_connector.wire.caller_messages import (
@@ -57,7 +57,8 @@ from tensorcast_connector.wire.messages import Hello, Message, Ok
 from tensorcast_connector.wire.plan_messages import CancelPlan, SubmitPlan, WaitPlan
 from tensorcast_connector.wire.store_messages import ArtifactRecord, NameRecord
 from tensorcast_connector.worker.artifacts import Artifacts
-from tensorcast_connector.worker.census import Census
+from tensorcast_connector.worker.census import Census, check_switch
+from tensorcast_connector.worker.commits import Commits
 from tensorcast_connector.worker.executor import Executor
 from tensorcast_connector.worker.peers import Peers
 from tensorcast_connector.worker.plans import Plans
@@ -67,6 +68,7 @@ logger = logging.getLogger(__name__)
 _session_ids = itertools.count(1)
 CALLER_ROLE = "caller"
 NOTE_CHARS_MAX = 1000
+DELETES_PER_TXN = 100  # the store takes 128 operations
 
 
 class Gateway:
@@ -84,6 +86,8 @@ class Gateway:
         self.worker_id = me
         self.artifacts = artifacts
         self.records = StoreRecords(peers)
+        self.commits = Commits(artifacts, self.records)
+        self._named: dict[tuple[str, str], tuple[int, int]] = {}  # where in the store's history a name was put here
         self.executor = Executor(artifacts, self.resolve, now)
         self.plans = Plans(me, peers, self.executor, chance, adopts, now, wall)
         self.census = census
@@ -93,20 +97,28 @@ class Gateway:
         """Ends what is under way for callers."""
         await self.plans.close()
         await self.executor.close()
+        await self.commits.close()
 
     def open_session(self, stream: Stream, hello: Hello) -> "CallerSession":
         """A new connection of a caller."""
         logger.debug("caller %s of tenant %s connected", hello.name, hello.tenant)
         return CallerSession(self, stream, check_tenant(hello.tenant))
 
-    async def resolve(self, tenant: str, reference: str) -> str:
-        """The id that a name or an id of a tenant stands for.
+    def named(self, tenant: str, name: str, revision: int) -> None:
+        """A name was put through here: until this worker sees that, the store is asked what it stands for."""
+        now = self.records.view.incarnation, self.records.view.revision
+        self._named = {key: at for key, at in self._named.items() if at > now}
+        self._named[tenant, name] = now[0], revision
+
+    async def resolve(self, tenant: str, reference: str, fresh: bool = False) -> str:
+        """The id that a name or an id of a tenant stands for; `fresh`: a name as the store has it now.
 
         Raises:
             NotFound: there is no such artifact.
         """
         view, known = self.records.view, is_artifact_id(reference)
-        identity = reference if known else view.names.get((tenant, reference), "")
+        fresh = fresh or self._named.get((tenant, reference), (0, 0)) > (view.incarnation, view.revision)
+        identity = reference if known else "" if fresh else view.names.get((tenant, reference), "")
         if (tenant, identity) in view.artifacts:
             return identity
         # This worker may not have heard of it yet.
@@ -116,6 +128,8 @@ class Gateway:
             if not found:
                 raise NotFound(f"no artifact has the name {reference!r}")
             identity = decode_name(found[0].value).artifact_id
+            if (tenant, identity) in view.artifacts:
+                return identity
         entries = await self.records.read(f"{ARTIFACTS}{tenant}/{identity}/")
         if not entries:
             raise NotFound(
@@ -160,15 +174,15 @@ class CallerSession:
 
     # --- putting ---
 
-    def _open_upload(self, message: OpenUpload) -> Message:
+    async def _open_upload(self, message: OpenUpload) -> Message:
         if message.bytes < 0:
             raise ProtocolError(f"an upload of {message.bytes} bytes")
-        return UploadOpened(self._artifacts.open_upload(self._id, message.bytes))
+        return UploadOpened(await self._artifacts.open_upload(self._id, message.bytes))
 
     async def _open_mapped(self, message: OpenMappedUpload) -> Message:
         if message.bytes < 0:
             raise ProtocolError(f"an upload of {message.bytes} bytes")
-        upload_id = self._artifacts.open_upload(self._id, message.bytes)
+        upload_id = await self._artifacts.open_upload(self._id, message.bytes)
         await self._stream.send_descriptor(self._artifacts.upload(upload_id).descriptor)
         return UploadOpened(upload_id)
 
@@ -196,12 +210,9 @@ class CallerSession:
         puts = [(artifact_key(self._tenant, identity, lease_id), msgspec.json.encode(record), lease_id)]
         if name:
             puts.append((name_key(self._tenant, name), msgspec.json.encode(NameRecord(identity)), lease_id))
-        try:
-            revision = await self._records.write(puts, listing=self._artifacts.listing(identity))
-        except BaseException:
-            self._artifacts.unrecorded(identity)  # whether or not it was: the caller puts it again
-            raise
-        self._artifacts.recorded(identity, revision)
+        revision = await self._gateway.commits.record(identity, puts)
+        if name:
+            self._gateway.named(self._tenant, name, revision)
         names = [name] if name else []
         return ArtifactOpened(
             identity, message.header, lease_id, record.created_unix_s, names, [self._gateway.worker_id], revision
@@ -213,8 +224,8 @@ class CallerSession:
         await self._records.seen(message.after_revision)
         return await self._opened(await self._identity(message.reference))
 
-    async def _identity(self, reference: str) -> str:
-        return await self._gateway.resolve(self._tenant, reference)
+    async def _identity(self, reference: str, fresh: bool = False) -> str:
+        return await self._gateway.resolve(self._tenant, reference, fresh)
 
     def _owners(self, identity: str) -> list[ArtifactRecord]:
         """As this worker sees it; raises NotFound if it was deleted just now."""
@@ -260,7 +271,7 @@ class CallerSession:
         if not message.artifact_id:
             await self._records.seen(await self._records.write([], [key]))
             return Ok()
-        identity = await self._identity(message.artifact_id)
+        identity = await self._identity(message.artifact_id, fresh=True)
         lease_id = min(each.lease_id for each in self._owners(identity))
         await self._records.seen(
             await self._records.write([(key, msgspec.json.encode(NameRecord(identity)), lease_id)])
@@ -269,9 +280,11 @@ class CallerSession:
 
     async def _delete(self, message: DeleteArtifact) -> Message:
         """The artifact first: a name that is left over points to nothing, and one that has moved on meanwhile stays."""
-        identity = await self._identity(message.artifact_id)
+        identity = await self._identity(message.artifact_id, fresh=True)
         owners = await self._records.read(f"{ARTIFACTS}{self._tenant}/{identity}/")
-        revision = await self._records.write([], [each.key for each in owners])
+        revision = 0
+        for at in range(0, len(owners), DELETES_PER_TXN):
+            revision = await self._records.write([], [each.key for each in owners[at : at + DELETES_PER_TXN]])
         names = await self._records.read(f"{NAMES}{self._tenant}/")
         for each in names:
             if decode_name(each.value).artifact_id == identity:
@@ -306,9 +319,10 @@ class CallerSession:
 
     async def _signals(self, message: ListSignals) -> Message:
         if message.wait_ms:
-            with contextlib.suppress(Unavailable):  # nothing has changed meanwhile
-                await self._records.seen(message.after_revision + 1, min(message.wait_ms / 1000, WATCH_WAIT_S))
-        return await self._gateway.census.take()
+            await self._records.members_changed(message.after_revision, min(message.wait_ms / 1000, WATCH_WAIT_S))
+        # Who has no tenant's token and names no tenant looks after them all.
+        everybody = self._stream.tenant is None and self._tenant == TENANT
+        return await self._gateway.census.take("" if everybody else self._tenant)
 
     async def _forget_pages(self, _: ForgetPages) -> Message:
         return await self._gateway.census.forget_pages(self._tenant)
@@ -317,9 +331,8 @@ class CallerSession:
 
     async def _disable(self, message: Disable) -> Message:
         """For operators: it is of engines, which are nobody's in particular."""
-        if self._stream.tenant is not None:
-            raise Unauthorized(f"the token of tenant {self._stream.tenant!r} does not switch engines off")
-        key = DISABLED + check_name(message.what)
+        self._check_operator()
+        key = DISABLED + check_switch(message.what)
         if message.note is None:
             revision = await self._records.write([], [key])
         else:
@@ -327,7 +340,12 @@ class CallerSession:
         await self._records.seen(revision)
         return Ok()
 
+    def _check_operator(self) -> None:
+        if self._stream.tenant is not None:
+            raise Unauthorized(f"the token of tenant {self._stream.tenant!r} does not switch engines off")
+
     def _list_disabled(self, _: ListDisabled) -> Message:
+        self._check_operator()
         return DisabledList(dict(self._records.view.disabled))
 
     # --- leases ---

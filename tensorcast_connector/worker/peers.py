@@ -30,6 +30,7 @@ from tensorcast_connector.net.transport import Network
 from tensorcast_connector.types import Address, WorkerId
 from tensorcast_connector.wire.messages import Message, Ok, PagesFound, in_version
 from tensorcast_connector.wire.store_messages import RevokeLease, WorkerRecord
+from tensorcast_connector.worker.links import Lane, StepLanes
 from tensorcast_connector.worker.pages import Pages
 from tensorcast_connector.worker.recorder import Record, unrecorded
 from tensorcast_connector.worker.state_log import StateLog
@@ -58,8 +59,11 @@ class Peers:
         self._chance = chance
         self.now = now
         self._store = RpcClient(network, stores, "worker", me.worker_id, chance, on_connected=self._store_connected)
+        self._store_for_callers = RpcClient(network, stores, "worker", me.worker_id, chance)
+        self._store_lane = Lane(self._store_for_callers, self._store, another=True)
         self._clients: dict[WorkerId, RpcClient] = {}
         self._bulk: dict[WorkerId, BulkClient] = {}
+        self._lanes: dict[WorkerId, StepLanes] = {}  # to those that have done steps
         self._tasks: set[asyncio.Task[None]] = set()
         self._pumping: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -77,6 +81,7 @@ class Peers:
     def start(self) -> None:
         """Joins the cluster in the background; the worker serves whether or not the store is there."""
         self._store.start()
+        self._store_for_callers.start()
         self._pumping = asyncio.get_running_loop().create_task(self._pump())
 
     async def leave(self) -> None:
@@ -90,7 +95,7 @@ class Peers:
                 await self._store.call(RevokeLease(lease_id), Ok, STORE_TIMEOUT_S)
             except TensorcastError as error:
                 logger.info("leaving by expiry: %s", error)
-        await self._store.close()
+        await asyncio.gather(self._store.close(), self._store_for_callers.close())
 
     async def close(self) -> None:
         """Closes all connections; fetches under way fail."""
@@ -229,11 +234,13 @@ class Peers:
     def _disconnect(self, worker_id: WorkerId) -> None:
         self._bulk.pop(worker_id).close()
         self._spawn(self._clients.pop(worker_id).close())
+        if (lanes := self._lanes.pop(worker_id, None)) is not None:
+            self._spawn(lanes.client.close())
 
     @property
-    def store(self) -> RpcClient:
-        """The connection to the store."""
-        return self._store
+    def store(self) -> Lane:
+        """To the store, for what callers cause."""
+        return self._store_lane
 
     def client(self, worker_id: WorkerId) -> tuple[RpcClient, BulkClient]:
         """The connections to another worker.
@@ -244,6 +251,15 @@ class Peers:
         if worker_id not in self._clients:
             raise Unavailable(f"worker {worker_id} is not known here, or has left")
         return self._clients[worker_id], self._bulk[worker_id]
+
+    def lanes(self, worker_id: WorkerId) -> StepLanes:
+        """To another worker, for plans; its connection is made when first needed. Raises as `client`."""
+        main, _ = self.client(worker_id)
+        if worker_id not in self._lanes:
+            client = RpcClient(self._network, main.address, "worker", self._id, self._chance)
+            client.start()
+            self._lanes[worker_id] = StepLanes(client, main)
+        return self._lanes[worker_id]
 
     # --- locating ---
 

@@ -9,6 +9,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from tensorcast_connector.core.gateway_plans import GatewayPlans
 from tensorcast_connector.core.plan import CANCELLED, DONE, FAILED, check_key, decode_plan
 from tensorcast_connector.core.plan_asks import STORE, Answer, Ask, Began, Drop, Moment, Over
@@ -211,14 +213,25 @@ class Plans:
         if ask.to == STORE:
             return await self._peers.store.call(ask.message, expected, ask.timeout_s)
         if ask.to != self._me:
-            client, _ = self._peers.client(ask.to)
-            return await client.call(ask.message, expected, ask.timeout_s)
+            return await self._send_to(ask, expected)
         if isinstance(ask.message, RunStep):
             async with asyncio.timeout(ask.timeout_s):
                 return StepDone(await self._executor.run(ask.message))
         assert isinstance(ask.message, CancelSteps)
         self._executor.cancel(ask.message)
         return Ok()
+
+    async def _send_to(self, ask: Ask, expected: type[Message]) -> Message:
+        lanes = self._peers.lanes(ask.to)
+        if isinstance(ask.message, CancelSteps):
+            return await lanes.cancels.call(ask.message, expected, ask.timeout_s)
+        if not isinstance(ask.message, RunStep):
+            return await lanes.plans.call(ask.message, expected, ask.timeout_s)
+        async with lanes.steps.turn(ask.timeout_s) as left_s:
+            message = msgspec.structs.replace(
+                ask.message, timeout_s=left_s
+            )  # it ends by the plan's deadline all the same
+            return await lanes.steps.call_now(message, expected, left_s)
 
     async def close(self) -> None:
         """Stops; another gateway goes on with what was under way."""

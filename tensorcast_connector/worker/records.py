@@ -1,14 +1,13 @@
 """What a worker reads and writes at the store for its callers, and the other workers' copies of artifacts."""
 
 import asyncio
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from tensorcast_connector.config import STORE_TIMEOUT_S
-from tensorcast_connector.core.cluster import ClusterView, replica_key
-from tensorcast_connector.errors import Conflict, NotFound, Unavailable
+from tensorcast_connector.config import SEEN_ASK_S, STORE_TIMEOUT_S
+from tensorcast_connector.core.cluster import CALLERS, ClusterView, replica_key
+from tensorcast_connector.errors import Conflict, NotFound, TensorcastError, Unavailable
 from tensorcast_connector.types import ByteRange, WorkerId
 from tensorcast_connector.wire.messages import CopyHeader, Ok, ReadHeader
 from tensorcast_connector.wire.store_messages import (
@@ -27,12 +26,19 @@ from tensorcast_connector.wire.store_messages import (
 from tensorcast_connector.worker.peers import Peers
 
 
+class NotWritten(Unavailable):
+    """Nothing was done, for sure."""
+
+
 class StoreRecords:
     """See the module. Every method may raise Unavailable; after DeadlineExceeded nobody knows whether a write was done."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._members: tuple[object, object] = {}, {}
+        self._members_seen = 0, 0  # at which view they were looked at
+        self._members_revision = 0  # at which they were seen to have changed
         peers.on_view.append(self._view_changed)
 
     @property
@@ -58,14 +64,14 @@ class StoreRecords:
         member = self._peers.metadata.member
         if listing is not None:
             if not member.lease_id:
-                raise Unavailable("this worker is not registered at the store just now")
+                raise NotWritten("this worker is not registered at the store just now")
             key = replica_key(listing.artifact_id, listing.worker_id)
             message.puts.append((key, msgspec.json.encode(listing), member.lease_id))
         try:
             done = await self._peers.store.call(message, RecordsWritten, STORE_TIMEOUT_S)
         except NotFound as error:
             if listing is not None and all(lease_id in (0, member.lease_id) for _, _, lease_id in message.puts):
-                raise Unavailable(f"this worker is not registered at the store just now: {error}") from error
+                raise NotWritten(f"this worker is not registered at the store just now: {error}") from error
             raise
         if not done.succeeded:
             raise Conflict("a record has changed meanwhile")
@@ -86,25 +92,52 @@ class StoreRecords:
         await self._peers.store.call(RevokeLease(lease_id), Ok, STORE_TIMEOUT_S)
 
     async def seen(self, revision: int, timeout_s: float = STORE_TIMEOUT_S) -> None:
-        """Until this worker's view has come to that revision, so that it shows what was written."""
-        if self.view.revision >= revision:
+        """Until this worker's view has come to that revision, so that it shows what was written.
+
+        A revision that the store does not have itself, since its database was lost or went back, is not waited for.
+        """
+
+        def here() -> bool:
+            return self.view.revision >= revision
+
+        if await self._until(here, min(SEEN_ASK_S, timeout_s)):
             return
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.append((revision, future))
+        try:
+            asked = ReadRecords(f"{CALLERS}none/")
+            if (await self._peers.store.call(asked, Records, timeout_s)).revision < revision:
+                return
+        except TensorcastError:
+            pass  # it cannot be reached, and may be soon
+        if not await self._until(here, timeout_s):
+            raise Unavailable("this worker does not hear just now of what is written to the store; it will later")
+
+    async def members_changed(self, after_revision: int, timeout_s: float) -> None:
+        """Until workers or engines have come or gone since that revision, at most so long."""
+        await self._until(lambda: self._members_revision > after_revision, timeout_s)
+
+    async def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        if condition():
+            return True
+        waiting = condition, asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
         try:
             async with asyncio.timeout(timeout_s):
-                await future
+                await waiting[1]
         except TimeoutError:
-            raise Unavailable(
-                "this worker does not hear just now of what is written to the store; it will later"
-            ) from None
+            return condition()
         finally:
-            self._waiting.remove((revision, future))
+            self._waiting.remove(waiting)
+        return True
 
     def _view_changed(self) -> None:
-        revision = self.view.revision if self._waiting else -math.inf
-        for wanted, future in self._waiting:
-            if wanted <= revision and not future.done():
+        view = self.view
+        if self._members_seen != (view.incarnation, view.revision):
+            self._members_seen = view.incarnation, view.revision
+            if self._members != (view.workers, view.instances):
+                self._members = dict(view.workers), dict(view.instances)
+                self._members_revision = view.revision
+        for condition, future in self._waiting:
+            if not future.done() and condition():
                 future.set_result(None)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from tensorcast_connector.client.session import Session, connect
+from tensorcast_connector.config import ARTIFACT_BYTES_MIN
+from tensorcast_connector.worker.blob import Blob
 from tensorcast_connector.worker.server import Worker
 from tests.cluster import Cluster, plane
 from tests.waiting import until
@@ -91,8 +93,7 @@ def check_artifacts(worker: Worker) -> None:
     artifacts = worker.artifacts
     artifacts.residence.check()
     assert set(artifacts._copies) == set(artifacts.residence.artifacts)
-    held = sum(copy.blob.bytes for copy in artifacts._copies.values())
-    held += sum(upload.blob.bytes for upload in artifacts._uploads.values())
+    held = sum(each.bytes for each in _blobs(worker)) + _padding(worker)
     if not artifacts._arriving:
         assert artifacts.residence.used_bytes == held
     for copy in artifacts._copies.values():
@@ -101,4 +102,13 @@ def check_artifacts(worker: Worker) -> None:
 
 def used(worker: Worker) -> int:
     """Bytes of artifacts and uploads there."""
-    return worker.artifacts.residence.used_bytes
+    return worker.artifacts.residence.used_bytes - _padding(worker)
+
+
+def _blobs(worker: Worker) -> list[Blob]:
+    return [each.blob for each in [*worker.artifacts._copies.values(), *worker.artifacts._uploads.values()]]
+
+
+def _padding(worker: Worker) -> int:
+    """What small ones count for more than they have."""
+    return sum(max(ARTIFACT_BYTES_MIN - each.bytes, 0) for each in _blobs(worker))

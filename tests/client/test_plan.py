@@ -14,7 +14,7 @@ from tensorcast_connector.client.instance import InstanceLink, StepContext
 from tensorcast_connector.client.plan import CallContext, Plan, PlanHandle
 from tensorcast_connector.client.session import Session
 from tensorcast_connector.config import PLAN_BYTES_MAX, PLAN_STEPS_MAX
-from tensorcast_connector.core.plan import CANCELLED, DONE, FAILED, SKIPPED
+from tensorcast_connector.core.plan import CANCELLED, DONE, FAILED, SKIPPED, PlanRecord, encode_record
 from tensorcast_connector.errors import (
     Cancelled,
     Conflict,
@@ -27,7 +27,7 @@ from tensorcast_connector.errors import (
 )
 from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.wire.messages import AttachInstance
-from tensorcast_connector.wire.plan_messages import StepTaken, SubmitPlan
+from tensorcast_connector.wire.plan_messages import PlanState, StepTaken, SubmitPlan
 from tensorcast_connector.worker.server import Worker
 from tests.client.callers import Pool, equal, weights
 from tests.cluster import plane
@@ -612,7 +612,7 @@ def looped() -> list[Any]:
 
 @pytest.mark.parametrize(
     "value",
-    [np.ones(3), object(), 1 << 70, "\ud800", {"deep": [lambda: 0]}, looped(), 1j, {(1, object()): 2}],
+    [np.ones(3), object(), 1 << 70, "\ud800", {"deep": [lambda: 0]}, looped(), 1j, {(1, object()): 2}, {1: 2}],
     ids=repr,
 )
 async def test_arguments_that_cannot_travel_name_their_step(host: Host, value: Any) -> None:
@@ -861,3 +861,22 @@ async def test_the_worker_is_started_again_and_the_engine_finds_it(host: Host) -
     await until(lambda: plane(again).view.instances.get("e"))
     await one_step(await host.session(again), "k").run().result(20)
     assert engine.order == [1]
+
+
+async def test_a_plan_that_is_begun_anew_has_the_time_that_is_left() -> None:
+    sent: list[Any] = []
+
+    class Link:
+        async def call(self, message: Any, *_: Any) -> PlanState:
+            sent.append(message)
+            if len(sent) == 2:
+                await asyncio.sleep(0.02)
+                raise NotFound("its gateway has died before it was written down")
+            record = PlanRecord(plan.spec(), "", "", 1, "", 0.0, 1, "running" if len(sent) == 1 else DONE)
+            return PlanState(encode_record(record))
+
+    plan = Plan(Link(), within(30, "k"))  # type: ignore[arg-type]
+    plan.on_worker("w").unpin("a")
+    await plan.run().result(20)
+    first, _, again = sent
+    assert first.key == again.key and 0 < again.timeout_s <= first.timeout_s - 0.015

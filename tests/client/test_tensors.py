@@ -285,6 +285,21 @@ def test_a_tensor_that_changes_its_size_while_it_is_put() -> None:
         image.write(0, np.empty(40, np.uint8))
 
 
+def test_a_tensor_that_changes_while_it_is_put_makes_what_fits_its_digest() -> None:
+    tensor = np.zeros(1000, np.uint8)
+
+    class Changing(np.ndarray[Any, Any]):
+        """Memory to write to, during which the tensor changes."""
+
+        def __setitem__(self, at: Any, part: Any) -> None:
+            super().__setitem__(at, part)
+            tensor[:] += 1
+
+    image = Image({"w": tensor})
+    target = np.zeros(image.chunk_bytes(0), np.uint8).view(Changing)
+    assert image.write(0, target) == xxhash.xxh3_128_digest(target.tobytes())
+
+
 def test_what_lies_in_order_is_not_copied() -> None:
     for tensor in (base, torch.from_numpy(base)):
         [source] = sources({"w": tensor})

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensorcast_connector.config import ARTIFACT_HEADER_BYTES_MAX, ARTIFACT_TENSORS_MAX
 from tensorcast_connector.core.artifact import (
     ALIGN_BYTES,
     ARTIFACT_BYTES_MAX,
@@ -253,3 +254,13 @@ def test_a_part_that_is_not_within_its_tensor(bounds: tuple[tuple[int, int], ...
 )
 def test_how_many_chunks_there_are(size: int, chunks: int) -> None:
     assert chunk_count(size) == chunks
+
+
+def test_a_header_that_is_too_much_is_refused_before_it_is_decoded() -> None:
+    specs, size = layout((f"{number}", "uint8", (0,)) for number in range(ARTIFACT_TENSORS_MAX + 1))
+    encoded = encode_header(Header(specs, size, b""))
+    assert len(encoded) < ARTIFACT_HEADER_BYTES_MAX
+    with pytest.raises(ProtocolError, match=f"length <= {ARTIFACT_TENSORS_MAX}"):
+        decode_header(encoded)
+    with pytest.raises(ProtocolError, match="one artifact has at most"):
+        decode_header(bytes(ARTIFACT_HEADER_BYTES_MAX + 1))

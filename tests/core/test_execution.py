@@ -222,6 +222,14 @@ def test_results_that_do_not_fit_fail_the_plan(begun: Run) -> None:
     assert len(encode_record(ended)) < 1000 and CancelStep(1, 1) in begun.wanted
 
 
+def test_what_does_not_fit_without_results_either_is_not_written_again(begun: Run) -> None:
+    begun.tell(Succeeded(0, 1, {"artifact": "x" * PLAN_BYTES_MAX}))
+    begun.tell(TooLarge(PLAN_BYTES_MAX + 1))
+    [finish] = begun.tell(TooLarge(PLAN_BYTES_MAX + 1))
+    assert isinstance(finish, Finish) and (finish.record.state, finish.record.error) == (FAILED, Exhausted.code)
+    assert begun.tell(Cancel()) == [] and begun.execution.wake_at() == math.inf
+
+
 def test_a_long_error_is_cut(begun: Run) -> None:
     begun.tell(Failed(0, 1, NotFound("x" * PLAN_BYTES_MAX)))
     assert len(encode_record(begun.write())) < 10_000

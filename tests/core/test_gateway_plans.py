@@ -12,7 +12,9 @@ from tensorcast_connector.config import (
     PLAN_ORPHANS_DELAY_MAX_S,
     PLAN_ORPHANS_INTERVAL_S,
     PLAN_RECORD_TTL_S,
+    PLAN_TRACE_CHARS_MAX,
     STORE_TIMEOUT_S,
+    WATCH_WAIT_S,
 )
 from tensorcast_connector.core.cluster import ClusterView, instance_key, worker_key
 from tensorcast_connector.core.gateway_plans import GatewayPlans
@@ -288,9 +290,9 @@ def test_an_engine_that_has_gone_meanwhile_is_waited_for(gateway: Gateway) -> No
 
 
 def test_the_deadline(gateway: Gateway) -> None:
-    ticket = gateway.submit(wait_s=60.0)
+    gateway.submit()
     gateway.pass_time(30.0)
-    assert gateway.state(ticket).error == DeadlineExceeded.code
+    assert gateway.state(gateway.wait()).error == DeadlineExceeded.code
     assert gateway.dropped == gateway.steps
     assert isinstance(gateway.others[0].message, CancelSteps) and gateway.others[0].to == OTHER
 
@@ -312,6 +314,48 @@ def test_results_that_do_not_fit(gateway: Gateway) -> None:
     ticket = gateway.submit()
     gateway.answer(gateway.steps[0], StepDone({"artifact": "x" * PLAN_BYTES_MAX}))
     assert gateway.state(ticket).error == Exhausted.code and gateway.store.record().state == FAILED
+
+
+@pytest.mark.parametrize("trace_id", ["t" * 600_000, "t" * (PLAN_TRACE_CHARS_MAX + 1), "t\n"])
+def test_no_trace_id(trace_id: str, gateway: Gateway) -> None:
+    """The first record was too large, and was made again for ever."""
+    with pytest.raises(InvalidArgument, match="trace id"):
+        gateway.core.submit(1, KEY, PLAN, trace_id, 30.0, 16, 5.0, gateway.at)
+
+
+@pytest.mark.parametrize("value", [[0.5] * 35_000, {1: "a", "b": 2}])
+def test_a_plan_that_cannot_be_written_down(value: Any, gateway: Gateway) -> None:
+    """What came as float32 becomes nearly twice as large."""
+    with pytest.raises(InvalidArgument, match="a plan that"):
+        gateway.submit(PlanSpec((StepSpec("publish", "e", {"x": value}),)))
+
+
+def test_a_record_that_never_fits_ends_the_plan_for_who_waits(gateway: Gateway) -> None:
+    """One that is taken over can be: it was made elsewhere."""
+    large = msgspec.structs.replace(record(), trace_id="t" * PLAN_BYTES_MAX)
+    gateway.store.put(large)
+    ticket = gateway.submit()
+    gateway.meet(ME, engine_at=ME)
+    gateway.pass_time(5.0)
+    assert gateway.state(ticket).error == Exhausted.code and not gateway.steps
+    assert gateway.store.record() == large
+
+
+def test_no_alarm_keeps_what_has_ended(gateway: Gateway) -> None:
+    gateway.submit()
+    gateway.answer(gateway.steps[0], StepDone({}))
+    for _ in range(200):
+        gateway.state(gateway.wait(wait_s=1e12))
+    assert gateway.core.outbox.wake_at() <= PLAN_ORPHANS_INTERVAL_S * 1.5
+    gateway.core.outbox.cancel(None)
+    kept = gateway.core.outbox._alarms
+    assert len(kept) < 40 and sum(each.action is not None for _, _, each in kept) <= 1
+
+
+def test_nobody_waits_longer_than_a_watch(gateway: Gateway) -> None:
+    tickets = [gateway.submit(wait_s=1e12), gateway.wait(wait_s=1e12)]
+    gateway.pass_time(WATCH_WAIT_S + 0.1)
+    assert [gateway.state(each).state for each in tickets] == [RUNNING] * 2
 
 
 def test_who_has_gone_is_forgotten(gateway: Gateway) -> None:
@@ -516,10 +560,10 @@ def test_the_orphan_that_somebody_cancels_is_not_run_first(gateway: Gateway) -> 
 def test_a_wall_clock_hours_away_gives_no_plan_hours(ahead_s: float, gateway: Gateway) -> None:
     gateway.store.put(record())
     gateway.wall += ahead_s
-    ticket = gateway.submit(wait_s=100.0)
+    gateway.submit()
     gateway.meet(ME, engine_at=ME)
     gateway.pass_time(31.0)
-    assert gateway.state(ticket).error == DeadlineExceeded.code
+    assert gateway.state(gateway.wait()).error == DeadlineExceeded.code
 
 
 def test_a_gateway_that_knows_nobody_takes_nothing_over() -> None:

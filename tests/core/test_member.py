@@ -322,6 +322,23 @@ def test_a_change_while_one_is_being_told_is_told_after_it(talk: Talk) -> None:
     assert talk.says().message == RegisterInstance(again, LEASE)
 
 
+def test_what_the_store_was_told_by_another_request_is_not_taken_off(talk: Talk) -> None:
+    """The watch has shown it before the answer to that request came."""
+    watch = talk.join()
+    talk.now += HEARTBEAT_INTERVAL_S / 2
+    talk.member._watch_call = None
+    [watch] = [call for call in talk.poll() if isinstance(call.message, Watch)]
+    talk.answer(watch, delta(entry(replica("m")), revision=130))
+    talk.member.told(replica("m"))
+    assert talk.silent()
+    talk.member.remove(replica("m"))
+    taken_off = talk.says()
+    assert taken_off.message == RemoveReplica("m", A)
+    talk.member.told(replica("m"))
+    talk.answer(taken_off)
+    assert talk.says().message == PutReplica(replica("m"), LEASE), "which of both was last nobody knows"
+
+
 def test_the_lease_comes_before_listings_and_listings_before_shards() -> None:
     talk = Talk(roles=("basic", "shard-home"))
     talk.member.add(instance("one"))

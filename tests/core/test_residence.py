@@ -175,3 +175,24 @@ def test_what_is_not_here(ask: str) -> None:
     residence.unpin("a", "who")
     residence.forget("a")
     assert repr(residence) == "<Residence 0 artifacts, 0 of 10 bytes>"
+
+
+def test_a_number_of_artifacts_is_a_limit_too() -> None:
+    residence = Residence(100, count_max=2)
+    for name in "ab":
+        residence.reserve(name, 1, 0)
+        residence.commit(name, name, keeper=name == "a")
+    assert residence.reserve("c", 1, 0) == ["b"]
+    with pytest.raises(Exhausted, match="2 artifacts and uploads are at this worker, of 2 that it takes; delete"):
+        residence.reserve("d", 1, 0)
+    residence.check()
+
+
+def test_pins_that_have_run_out_take_no_memory() -> None:
+    residence = Residence(100)
+    residence.reserve("a", 1, 0)
+    residence.commit("a", "a", keeper=True)
+    for each in range(10):
+        residence.pin("a", f"p{each}", each)
+    residence.prune(7)
+    assert set(residence._resident["a"].pins) == {"p8", "p9"}

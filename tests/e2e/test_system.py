@@ -227,7 +227,7 @@ def test_the_openai_client_works_through_the_router_unchanged(system: System, st
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0, "the follow-up found its prefix"
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert streamed == (whole.choices[0].message.content or "")
-    assert [model.id for model in client.models.list_artifacts()] == [system.a.served_name]
+    assert [model.id for model in client.models.list()] == [system.a.served_name]
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model=system.a.served_name, messages=messages, max_tokens=-5)
     with pytest.raises(openai.NotFoundError):

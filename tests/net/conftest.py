@@ -14,6 +14,7 @@ from tensorcast_connector.net.transport import Network
 from tensorcast_connector.testing.network import FakeNetwork
 from tensorcast_connector.types import Address
 from tests.loops import quiet_loop
+from tests.net.certificates import make_authorities, of
 from tests.net.pair import Pair
 
 try:
@@ -28,7 +29,12 @@ __all__ = ["quiet_loop"]
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Any]:
     """The stream tests also run under uvloop where it is installed, as the streams do."""
     loops: dict[str, Any] = {"asyncio": asyncio.SelectorEventLoop}
-    if new_uvloop is not None and item.path.name in ("test_sockets.py", "test_descriptors.py", "test_deliver.py"):
+    if new_uvloop is not None and item.path.name in (
+        "test_sockets.py",
+        "test_descriptors.py",
+        "test_deliver.py",
+        "test_access.py",
+    ):
         loops["uvloop"] = new_uvloop
     return loops
 
@@ -41,11 +47,21 @@ class Place:
     address: Address
 
 
-@pytest.fixture(params=["tcp", "unix", "fake"])
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """See make_authorities."""
+    folder = tmp_path_factory.mktemp("tls")
+    make_authorities(folder)
+    return folder
+
+
+@pytest.fixture(params=["tcp", "tls", "unix", "fake"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """One of each."""
     if request.param == "fake":
         return Place(FakeNetwork(random.Random(request.node.name)), Address("tcp", host="here", port=0))
+    if request.param == "tls":
+        return Place(of(request.getfixturevalue("authority"), "a"), Address("tcp", host="127.0.0.1", port=0))
     if request.param == "unix":
         return Place(SocketNetwork(), Address("unix", path=str(tmp_path / "sock")))
     return Place(SocketNetwork(), Address("tcp", host="127.0.0.1", port=0))

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import socket
 import ssl
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,11 +12,13 @@ import pytest
 
 from tensorcast_connector.config import parse_address
 from tensorcast_connector.errors import ConfigError, TensorcastError, Unauthorized, Unavailable
+from tensorcast_connector.net import socket_stream, sockets
 from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.net.tls import load_tls
 from tensorcast_connector.net.transport import Stream
 from tensorcast_connector.types import Address
 from tensorcast_connector.wire.tokens import NONCE_BYTES, Access, proof, tenant_token
+from tests.net.certificates import of
 
 TOKEN = "a token that nobody guesses"
 ANYWHERE = parse_address("127.0.0.1:0", "address")
@@ -141,37 +142,17 @@ def test_no_token(token: str) -> None:
         Access(token)
 
 
+def test_a_tenant_whose_name_is_too_long() -> None:
+    SocketNetwork(Access(TOKEN), tenant="é" * 127)
+    with pytest.raises(ConfigError, match="at most 255 bytes"):
+        SocketNetwork(Access(TOKEN), tenant="é" * 128)
+
+
 def test_a_token_is_not_shown() -> None:
     assert TOKEN not in repr(Access(TOKEN))
 
 
 # --- TLS --------------------------------------------------------------------------------------------------------------
-
-
-def openssl(folder: Path, *arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two authorities, and a certificate of each: a.pem, b.pem with keys a.key, b.key."""
-    folder = tmp_path_factory.mktemp("tls")
-    for name in ("a", "b"):
-        openssl(folder, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
-                "-subj", f"/CN=authority {name}", "-keyout", f"ca-{name}.key", "-out", f"ca-{name}.pem")  # fmt: skip
-        openssl(folder, "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}",
-                "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
-        openssl(folder, "x509", "-req", "-in", f"{name}.csr", "-CA", f"ca-{name}.pem", "-CAkey", f"ca-{name}.key",
-                "-CAcreateserial", "-days", "2", "-out", f"{name}.pem")  # fmt: skip
-    openssl(folder, "ec", "-in", "a.key", "-aes256", "-passout", "pass:secret", "-out", "locked.key")
-    return folder
-
-
-def of(authority: Path, name: str, ca: str | None = None) -> SocketNetwork:
-    tls = load_tls(
-        str(authority / f"{name}.pem"), str(authority / f"{name}.key"), str(authority / f"ca-{ca or name}.pem")
-    )
-    return SocketNetwork(tls=tls)
 
 
 @pytest.mark.slow
@@ -180,6 +161,41 @@ async def test_members_of_the_authority_get_through(authority: Path) -> None:
         big = bytes(range(256)) * 40_000  # more than any buffer
         assert await said(of(authority, "a"), address, big) == big
         assert b"".join(data for _, data in echo.heard) == big
+
+
+@pytest.mark.slow
+async def test_one_side_sends_and_the_other_only_listens(authority: Path) -> None:
+    """A send returns although nothing ever comes back, and what is sent just before closing arrives."""
+    sent = asyncio.Event()
+
+    async def sends(stream: Stream) -> None:
+        for _ in range(20):
+            await stream.send(bytes(100))
+        sent.set()
+        stream.write(b"and goodbye")
+
+    listener = await of(authority, "a").listen(ANYWHERE, sends)
+    stream = await of(authority, "a").dial(listener.address, 5.0)
+    heard = b""
+    async with asyncio.timeout(5.0):
+        await sent.wait()
+        while data := await stream.receive():
+            heard += data
+    assert heard == bytes(2000) + b"and goodbye"
+    stream.close()
+    await listener.close()
+
+
+async def test_who_begins_no_handshake_counts_and_goes(authority: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket_stream, "HELLO_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(sockets, "CONNECTIONS_MAX", 2)
+    async with listening(of(authority, "a")) as (echo, address):
+        opened = [await asyncio.open_connection(address.host, address.port) for _ in range(3)]
+        for reader, writer in opened:  # one at once, for the third; two after a while
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 5.0) == b""
+            writer.close()
+        assert echo.heard == []
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 from tensorcast_connector.errors import ConfigError, ProtocolError, Unavailable
 from tensorcast_connector.net import sockets
 from tensorcast_connector.net.private import private_directory
-from tensorcast_connector.net.socket_stream import RECEIVE_BUFFER_BYTES
+from tensorcast_connector.net.socket_stream import RECEIVE_BUFFER_BYTES, SocketStream
 from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.net.transport import Listener, Stream
 from tensorcast_connector.types import Address
@@ -390,6 +390,40 @@ async def test_a_descriptor_is_passed_over_a_unix_socket_only(ends: tuple[Stream
     finally:
         os.close(end)
         os.close(other)
+
+
+async def test_what_is_passed_is_what_it_was_when_that_was_asked(tmp_path: Path) -> None:
+    """A slow peer makes it wait; meanwhile the descriptor is closed, and its number is another one's."""
+    accepted: list[SocketStream] = []
+    done = asyncio.Event()
+
+    async def serve(stream: Stream) -> None:
+        assert isinstance(stream, SocketStream)
+        accepted.append(stream)
+        await done.wait()
+
+    listener = await SocketNetwork().listen(Address("unix", path=str(tmp_path / "s")), serve)
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(str(tmp_path / "s"))
+        raw.setblocking(False)
+        await until(lambda: accepted)
+        accepted[0].write(bytes(4 << 20))
+        descriptor = os.memfd_create("right")
+        passing = asyncio.create_task(accepted[0].send_descriptor(descriptor))
+        await asyncio.sleep(0)
+        wrong = os.memfd_create("wrong")
+        os.dup2(wrong, descriptor)
+        got: list[int] = []
+        while not got:
+            with contextlib.suppress(BlockingIOError):
+                got = list(socket.recv_fds(raw, 1 << 16, 1)[1])
+            await asyncio.sleep(0)
+        await passing
+        assert "right" in os.readlink(f"/proc/self/fd/{got[0]}")  # noqa: PTH115
+    for each in (descriptor, wrong, *got):
+        os.close(each)
+    done.set()
+    await listener.close()
 
 
 # --- folders ---

@@ -116,3 +116,12 @@ def test_no_spare_memory_at_all() -> None:
     assert blob.bytes == 10
     blob.close()
     spare.close()
+
+
+def test_no_file_left_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", none_left)
+    with pytest.raises(Exhausted, match="no memory for an artifact of 5 bytes: Too many open files; delete some"):
+        Blob(5)

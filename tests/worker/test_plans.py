@@ -16,7 +16,8 @@ from tensorcast_connector.core.plan import DONE, decode_record
 from tensorcast_connector.errors import Cancelled, InvalidArgument, Unavailable
 from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.wire.messages import AttachInstance
-from tensorcast_connector.wire.plan_messages import PlanState, WaitPlan
+from tensorcast_connector.wire.plan_messages import PlanState, RunStep, WaitPlan
+from tensorcast_connector.worker import links
 from tensorcast_connector.worker.server import Worker
 from tests.client.callers import Pool, weights
 from tests.waiting import until
@@ -110,6 +111,22 @@ async def test_a_cancelled_step_is_cancelled_at_the_engine(plans: Plans) -> None
     with pytest.raises(Cancelled, match="cancelled by its caller"):
         await handle.result()
     await until(lambda: plans.engine_.cancelled)
+
+
+async def test_many_steps_go_in_turn_and_are_cancelled_at_once(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a connection of their own, which is not the one that pages are asked for on."""
+    monkeypatch.setattr(links, "LANE_REQUESTS_MAX", 3)
+    a, b = await plans.begin()
+    plan = (await plans.session(a)).plan(CallContext(timeout_s=30.0))
+    for _ in range(12):
+        plan.on_instance("e").publish()
+    handle = plan.run()
+    await until(lambda: len(plans.engine_.begun) == 3)
+    assert not any(isinstance(each.message, RunStep) for each in a.gateway.plans._asks if each.to != b.worker_id)
+    assert len(a.gateway.plans._asks) == 12 and len(a.peers.lanes(b.worker_id).client._pending) == 3
+    await handle.cancel()
+    await until(lambda: len(plans.engine_.cancelled) == 3 and not a.gateway.plans._asks)
+    assert len(plans.engine_.begun) == 3
 
 
 async def test_a_step_that_nobody_waits_for_is_cancelled_without_a_word(

@@ -1,0 +1,113 @@
+"""Requests that callers cause: on connections of their own, so many at once, the others in turn."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tensorcast_connector.errors import DeadlineExceeded, Unavailable
+from tensorcast_connector.wire.messages import Ok, Ping
+from tensorcast_connector.worker import links
+from tensorcast_connector.worker.links import Lane, StepLanes
+from tests.cluster import Cluster
+from tests.waiting import until
+
+
+class Client:
+    """A connection whose answers wait until they may come."""
+
+    address = "there"
+    error = Unavailable("it is not there")
+
+    def __init__(self, connected: bool = True) -> None:
+        self.connected = connected
+        self.under_way = 0
+        self.times: list[float] = []
+        self.left: list[Unavailable] = []
+        self.failure: Unavailable | None = None
+        self.go = asyncio.Event()
+
+    async def call(self, _: Any, expected: type[Ok], timeout_s: float) -> Ok:
+        self.under_way += 1
+        self.times.append(timeout_s)
+        try:
+            if self.failure is not None:
+                raise self.failure
+            await self.go.wait()
+        finally:
+            self.under_way -= 1
+        return expected()
+
+    async def wait_connected(self, _: float) -> None:
+        self.connected = True
+
+    def try_another(self, error: Unavailable) -> None:
+        self.left.append(error)
+
+
+@pytest.fixture(autouse=True)
+def two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "LANE_REQUESTS_MAX", 2)
+
+
+def lanes(client: Any, main: Any) -> StepLanes:
+    return StepLanes(client, main)
+
+
+async def test_more_wait_for_their_turn_and_no_cancel_does() -> None:
+    client = Client()
+    made = lanes(client, Client())
+    steps = [asyncio.ensure_future(made.steps.call(Ping(), Ok, 60)) for _ in range(5)]
+    await until(lambda: client.under_way == 2)
+    cancel = asyncio.ensure_future(made.cancels.call(Ping(), Ok, 60))
+    await until(lambda: client.under_way == 3)
+    steps[4].cancel()
+    client.go.set()
+    await asyncio.gather(cancel, *steps[:4])
+    assert len(client.times) == 5
+
+
+async def test_the_time_is_also_for_the_waiting() -> None:
+    client = Client()
+    lane = lanes(client, Client()).steps
+    first = [asyncio.ensure_future(lane.call(Ping(), Ok, 60)) for _ in range(2)]
+    await until(lambda: client.under_way == 2)
+    with pytest.raises(DeadlineExceeded, match="too much is asked"):
+        await lane.call(Ping(), Ok, 0.01)
+    last = asyncio.ensure_future(lane.call(Ping(), Ok, 60))
+    await asyncio.sleep(0.01)
+    client.go.set()
+    await asyncio.gather(last, *first)
+    assert len(client.times) == 3 and client.times[-1] < 59.995
+
+
+async def test_it_is_waited_for_only_if_the_server_is_there() -> None:
+    client: Any = Client(connected=False)
+    client.go.set()
+    main: Any = Client(connected=False)
+    with pytest.raises(Unavailable, match="not there"):
+        await Lane(client, main).call(Ping(), Ok, 1)
+    assert not client.times
+    main.connected = True
+    await Lane(client, main).call(Ping(), Ok, 1)
+    assert client.times
+
+
+@pytest.mark.parametrize("another", [False, True])
+async def test_a_store_that_cannot_serve_is_left(another: bool) -> None:
+    client: Any = Client()
+    client.failure = Unavailable("its database is not there")
+    with pytest.raises(Unavailable, match="database"):
+        await Lane(client, client, another).call(Ping(), Ok, 1)
+    assert client.left == [client.failure] * another
+
+
+async def test_what_callers_ask_of_the_store_is_not_in_the_way_of_the_membership(cluster: Cluster) -> None:
+    (a, b), _ = await cluster.pair()
+    await a.peers.store.call(Ping(), Ok, 5)
+    assert a.peers._store_for_callers.connected and a.peers._store_for_callers is not a.peers._store
+    there = a.peers.lanes(b.worker_id)
+    await there.steps.call(Ping(), Ok, 5)
+    assert there is a.peers.lanes(b.worker_id) and there.client is not a.peers.client(b.worker_id)[0]
+    await cluster.leave(b)
+    await until(lambda: not a.peers._lanes and not there.client.connected)
