@@ -15,10 +15,7 @@ import msgspec
 from rich.console import Console, RenderableType
 
 from tensorcast_connector.cli_network import access_flags, network_of_flags, tenant_of_flags
-from tensorcast_connector.cli_tables import _add as add_row
-from tensorcast_connector.cli_tables import _size as as_size
-from tensorcast_connector.cli_tables import _table as new_table
-from tensorcast_connector.cli_tables import printable
+from tensorcast_connector.cli_tables import add_row, as_size, new_table, printable
 from tensorcast_connector.client.session import Session, connect
 from tensorcast_connector.config import TENANT, default_runtime_dir
 from tensorcast_connector.errors import ConfigError

@@ -46,71 +46,74 @@ def _as_of(status: ClusterStatus, now: float, unix_s: float) -> Text:
 
 
 def _workers(status: ClusterStatus, now: float) -> Table:
-    table = _table("Workers", "worker", "address", "roles", "protocol", "arena", "pages", "memory", "network", "queue",
+    table = new_table("Workers", "worker", "address", "roles", "protocol", "arena", "pages", "memory", "network", "queue",
                    "shards", "age")  # fmt: skip
     for worker_id, worker in status.workers.items():
         record, signals = worker.record, worker.signals
         listed = (worker_id, record.address, " ".join(record.roles), str(record.version))
         shards = str(len(status.shards_of(worker_id)))
-        size = _size(record.arena_bytes)
+        size = as_size(record.arena_bytes)
         if signals is None:
-            _add(table, *listed, size, *"----", shards, f"unreachable: {worker.error}", style="red")
+            add_row(table, *listed, size, *"----", shards, f"unreachable: {worker.error}", style="red")
             continue
         used = _share(signals.values.get("arena_used_bytes", 0) / max(1, record.arena_bytes))
         pages = str(signals.values.get("pages", "-"))
         pressures = (_share(signals.memory), _share(signals.network), _share(signals.queue))
-        _add(table, *listed, f"{used} of {size}", pages, *pressures, shards, f"{worker.age_s(now):.1f} s")
+        add_row(table, *listed, f"{used} of {size}", pages, *pressures, shards, f"{worker.age_s(now):.1f} s")
     return table
 
 
 def _instances(status: ClusterStatus) -> Table:
-    table = _table("Instances", "instance", "engine", "model", "worker")
+    table = new_table("Instances", "instance", "engine", "model", "worker")
     for each in status.view.instances.values():
-        _add(table, each.instance_id, each.engine, each.model, each.worker_id)
+        add_row(table, each.instance_id, each.engine, each.model, each.worker_id)
     return table
 
 
 def _shards(status: ClusterStatus) -> Table:
-    table = _table(f"Shards ({status.view.shard_count})", "home", "shards", "which")
+    table = new_table(f"Shards ({status.view.shard_count})", "home", "shards", "which")
     for home in sorted({holder.worker_id for holder in status.view.shards.values()}):
         held = status.shards_of(home)
-        _add(table, home if home in status.workers else f"{home} (has left)", str(len(held)), ranges(held))
+        add_row(table, home if home in status.workers else f"{home} (has left)", str(len(held)), ranges(held))
     if vacant := status.homeless():
-        _add(table, "without a home", str(len(vacant)), ranges(vacant), style="red")
+        add_row(table, "without a home", str(len(vacant)), ranges(vacant), style="red")
     return table
 
 
 def _every_shard(status: ClusterStatus) -> Table:
-    table = _table(f"Shards ({status.view.shard_count})", "shard", "home", "token")
+    table = new_table(f"Shards ({status.view.shard_count})", "shard", "home", "token")
     for shard in range(status.view.shard_count):
         holder = status.view.shards.get(shard)
         if holder is None:
-            _add(table, str(shard), "without a home", "-", style="red")
+            add_row(table, str(shard), "without a home", "-", style="red")
         else:
-            _add(table, str(shard), holder.worker_id, f"{holder.token.incarnation}/{holder.token.revision}")
+            add_row(table, str(shard), holder.worker_id, f"{holder.token.incarnation}/{holder.token.revision}")
     return table
 
 
 def _replicas(status: ClusterStatus) -> Table:
-    table = _table("Replicas", "artifact", "copies", "size", "where")
+    table = new_table("Replicas", "artifact", "copies", "size", "where")
     for artifact, copies in sorted(status.view.replicas.items()):
         where = ", ".join(f"{worker_id} ({copy.tier})" for worker_id, copy in sorted(copies.items()))
-        _add(table, artifact, str(len(copies)), _size(max(copy.bytes for copy in copies.values())), where)
+        add_row(table, artifact, str(len(copies)), as_size(max(copy.bytes for copy in copies.values())), where)
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
+    """A table with these columns."""
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
 
 
-def _add(table: Table, *cells: str, style: str | None = None) -> None:
+def add_row(table: Table, *cells: str, style: str | None = None) -> None:
+    """A row, every cell as plain text."""
     table.add_row(*(Text(printable(cell)) for cell in cells), style=style)
 
 
-def _size(size_bytes: int) -> str:
+def as_size(size_bytes: int) -> str:
+    """Bytes for people."""
     return f"{size_bytes / (1 << 30):.2f} GiB" if size_bytes >= 1 << 30 else f"{size_bytes / (1 << 20):.0f} MiB"
 
 

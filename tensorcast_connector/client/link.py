@@ -16,9 +16,8 @@ from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.net.transport import Network
 from tensorcast_connector.types import Address
 from tensorcast_connector.wire.caller_messages import MakeResident
-from tensorcast_connector.wire.messages import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Hello, Message, Ok
+from tensorcast_connector.wire.messages import CALLER_ROLE, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Hello, Message, Ok
 
-CALLER_ROLE = "caller"
 R = TypeVar("R", bound=Message)
 
 

@@ -23,6 +23,7 @@ from tensorcast_connector.wire.codec import (
 )
 from tensorcast_connector.wire.frames import Frame, Header, Kind, encode_frame
 from tensorcast_connector.wire.messages import (
+    BULK_ROLE,
     PROTOCOL_VERSION,
     PROTOCOL_VERSION_MIN,
     BytesFollow,
@@ -34,8 +35,6 @@ from tensorcast_connector.wire.messages import (
     Message,
     Welcome,
 )
-
-BULK_ROLE = "bulk"
 
 
 @dataclass(frozen=True, slots=True)

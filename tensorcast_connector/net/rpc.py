@@ -45,6 +45,8 @@ from tensorcast_connector.wire.frames import (
     encode_frame,
 )
 from tensorcast_connector.wire.messages import (
+    BULK_ROLE,
+    CALLER_ROLE,
     PROTOCOL_VERSION,
     PROTOCOL_VERSION_MIN,
     Failure,
@@ -59,7 +61,7 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=Message)
 Told = TypeVar("Told", bound=TensorcastError)
 STORE = "store"
-TENANT_ROLES = ("caller", "bulk")  # what a tenant's token is for
+TENANT_ROLES = (CALLER_ROLE, BULK_ROLE)  # what a tenant's token is for
 
 
 class Session(Protocol):

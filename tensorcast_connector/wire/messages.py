@@ -18,6 +18,10 @@ PROTOCOL_VERSION = 3  # 2: shard homes, watch, signals; 3: packed keys
 PROTOCOL_VERSION_MIN = 2
 PACKED_KEYS_VERSION = 3  # the first with FindKeys and ReportKeys
 
+# Roles in a hello that are more than a word for people.
+CALLER_ROLE = "caller"
+BULK_ROLE = "bulk"
+
 
 class Message(msgspec.Struct, array_like=True, tag=True):
     """Base of all messages; the tag on the wire is the class name."""

@@ -66,7 +66,6 @@ from tensorcast_connector.worker.records import StoreRecords
 
 logger = logging.getLogger(__name__)
 _session_ids = itertools.count(1)
-CALLER_ROLE = "caller"
 NOTE_CHARS_MAX = 1000
 DELETES_PER_TXN = 100  # the store takes 128 operations
 

@@ -9,7 +9,7 @@ import msgspec
 
 from tensorcast_connector.config import KEY_BYTES_MAX, KEYS_PER_MESSAGE_MAX
 from tensorcast_connector.errors import Exhausted, ProtocolError
-from tensorcast_connector.net.bulk import BULK_ROLE, serve_bulk
+from tensorcast_connector.net.bulk import serve_bulk
 from tensorcast_connector.net.rpc import Connection, Session, accept, open_session, serve_stream
 from tensorcast_connector.net.transport import Stream
 from tensorcast_connector.types import InstanceId
@@ -19,6 +19,8 @@ from tensorcast_connector.wire.codec import (
 )
 from tensorcast_connector.wire.keys import Keys
 from tensorcast_connector.wire.messages import (
+    BULK_ROLE,
+    CALLER_ROLE,
     Abort,
     Acquire,
     Acquired,
@@ -59,7 +61,7 @@ from tensorcast_connector.wire.store_messages import (
 )
 from tensorcast_connector.worker.arena import Arena
 from tensorcast_connector.worker.census import Reports
-from tensorcast_connector.worker.gateway import CALLER_ROLE, Gateway
+from tensorcast_connector.worker.gateway import Gateway
 from tensorcast_connector.worker.observer import Observer, Question
 from tensorcast_connector.worker.pages import Held, Pages
 from tensorcast_connector.worker.peers import Peers

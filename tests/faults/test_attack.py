@@ -18,13 +18,21 @@ from demo.processes import Running, Supervisor, read_ready, ready_file
 from tensorcast_connector.client.session import Session, connect
 from tensorcast_connector.config import parse_address
 from tensorcast_connector.errors import NotFound, TensorcastError, Unauthorized
-from tensorcast_connector.net.bulk import BULK_ROLE, BulkClient
+from tensorcast_connector.net.bulk import BulkClient
 from tensorcast_connector.net.rpc import receive_frame
 from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.store.client import read_cluster
 from tensorcast_connector.wire import codec
 from tensorcast_connector.wire.frames import Kind, encode_frame
-from tensorcast_connector.wire.messages import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Fetch, FetchBytes, Hello, Message
+from tensorcast_connector.wire.messages import (
+    BULK_ROLE,
+    PROTOCOL_VERSION,
+    PROTOCOL_VERSION_MIN,
+    Fetch,
+    FetchBytes,
+    Hello,
+    Message,
+)
 from tensorcast_connector.wire.tokens import Access, tenant_token
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]

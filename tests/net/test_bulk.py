@@ -11,7 +11,7 @@ import xxhash
 
 from tensorcast_connector.errors import NotFound, ProtocolError, TensorcastError, Unavailable
 from tensorcast_connector.net import bulk
-from tensorcast_connector.net.bulk import BULK_ROLE, BulkClient, PageBytes, serve_bulk
+from tensorcast_connector.net.bulk import BulkClient, PageBytes, serve_bulk
 from tensorcast_connector.net.rpc import accept, receive_frame
 from tensorcast_connector.net.transport import Listener, Stream
 from tensorcast_connector.testing.network import FakeNetwork
@@ -21,6 +21,7 @@ from tensorcast_connector.wire.codec import (
 )
 from tensorcast_connector.wire.frames import Kind, encode_frame
 from tensorcast_connector.wire.messages import (
+    BULK_ROLE,
     Fetch,
     Fetched,
     Hello,
