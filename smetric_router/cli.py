@@ -2,6 +2,7 @@
 
 import argparse
 import platform
+import shutil
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -15,18 +16,26 @@ EXIT_CONFIG = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
+    folder: Path | None = None
     options = _parser().parse_args(arguments)
     try:
         config = _config(options)
         # Here, so that --help and a bad configuration answer at once.
+        if config.workers > 1:
+            from smetric_router.server.workers import prepare
+
+            folder = prepare()
         from smetric_router.server.logs import set_up_logging
         from smetric_router.server.serve import serve
 
         set_up_logging(config.log_format, config.log_level)
-        serve(config, options.ready_file)
+        serve(config, options.ready_file, folder)
     except ConfigError as error:
         print(f"smetric-router: {error.message}", file=sys.stderr)
         return EXIT_CONFIG
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
@@ -35,6 +44,7 @@ def _config(options: argparse.Namespace) -> RouterConfig:
         "engines": options.engine,
         "host": options.host,
         "port": options.port,
+        "workers": options.workers,
         "policy": options.policy,
         "log_format": options.log_format,
         "log_level": options.log_level,
@@ -54,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--engine", action="append", metavar="URL", help="an engine, without /v1; repeatable")
     serve.add_argument("--host", help="address to listen on (127.0.0.1)")
     serve.add_argument("--port", type=int, help="port to listen on, 0 for any free one (8000)")
+    serve.add_argument("--workers", type=int, help="processes on the port (1)")
     serve.add_argument("--policy", help="policy by name (smetric)")
     serve.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the file; repeatable"

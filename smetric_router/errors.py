@@ -6,6 +6,11 @@
 import json
 from typing import ClassVar
 
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
 
 class RouterError(Exception):
     """Base of all errors. A subclass fixes the status, the type and the code; an instance adds the sentence."""
@@ -19,6 +24,11 @@ class RouterError(Exception):
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+
+    def anthropic_body(self) -> bytes:
+        """The error as Anthropic's clients expect it."""
+        error = {"type": _ANTHROPIC_TYPES.get(self.status, "api_error"), "message": self.message}
+        return json.dumps({"type": "error", "error": error}, ensure_ascii=False, separators=(",", ":")).encode()
 
     def body(self) -> bytes:
         """The error as OpenAI clients expect it."""
@@ -44,6 +54,36 @@ class BadRequest(RequestError):
     """The request cannot be understood."""
 
 
+class Unauthorized(RequestError):
+    """The caller gave no key, or a wrong one."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    """Nobody may do this here."""
+
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
+
+
+class UnknownInstance(RequestError):
+    """No instance has that address."""
+
+    status = 404
+    code = "engine_not_found"
+
+
+class UnknownPath(RequestError):
+    """Nobody may call that path of an engine through the router."""
+
+    status = 404
+    code = "path_not_found"
+
+
 class UnknownModel(RequestError):
     """No instance serves the model."""
 
@@ -58,11 +98,33 @@ class TooLarge(RequestError):
     code = "request_too_large"
 
 
+class HeadTooLarge(RequestError):
+    """The headers are over the limit."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class TimedOut(RequestError):
+    """The client did not send its request in time."""
+
+    status = 408
+    code = "request_timeout"
+
+
 class NoInstance(RouterError):
     """No instance can take the request now; a later try may succeed."""
 
     status = 503
     code = "no_instance"
+
+
+class Overloaded(RouterError):
+    """Every instance has as many requests as it may have, and the queue is full or took too long."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "overloaded"
 
 
 class OutOfResources(RouterError):
@@ -89,3 +151,10 @@ class UpstreamDisconnected(UpstreamFailed):
     """The connection broke, or what came back was not HTTP, after the request was sent."""
 
     code = "upstream_disconnected"
+
+
+class UpstreamTimedOut(UpstreamFailed):
+    """It was given the request and fell silent. It may still be at work on it, so nobody else is asked."""
+
+    status = 504
+    code = "upstream_timeout"

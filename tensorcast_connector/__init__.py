@@ -1,6 +1,7 @@
 """The tensor pool: plugins for inference engines over a light pool of tensor workers. See ARCHITECTURE.md.
 
-What programs that use the pool need is here; nothing of it is loaded before it is used, since engines load this package too.
+What programs that use the pool need is here; who brings an engine of its own finds more in `tensorcast_connector.adaptor`.
+Nothing of it is loaded before it is used, since engines load this package too.
 """
 
 import importlib
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tensorcast_connector.client.artifact import Artifact, Description
     from tensorcast_connector.client.blocking import connect_blocking
-    from tensorcast_connector.client.instance import InstanceAdaptor, InstanceLink, StepContext
+    from tensorcast_connector.client.ownership import leased
     from tensorcast_connector.client.plan import CallContext, Plan, PlanHandle, PlanOutcome, Step
-    from tensorcast_connector.client.session import Session, connect, leased
+    from tensorcast_connector.client.publisher import WeightPublisher
+    from tensorcast_connector.client.session import Session, connect
     from tensorcast_connector.errors import (
         Cancelled,
         ConfigError,
@@ -23,17 +25,19 @@ if TYPE_CHECKING:
         TensorcastError,
         Unauthorized,
         Unavailable,
+        WrongRole,
     )
 
 _HOME = {
     "client.artifact": ("Artifact", "Description"),
     "client.blocking": ("connect_blocking",),
-    "client.instance": ("InstanceAdaptor", "InstanceLink", "StepContext"),
+    "client.ownership": ("leased",),
     "client.plan": ("CallContext", "Plan", "PlanHandle", "PlanOutcome", "Step"),
-    "client.session": ("Session", "connect", "leased"),
+    "client.publisher": ("WeightPublisher",),
+    "client.session": ("Session", "connect"),
     "errors": (
         "Cancelled", "ConfigError", "Conflict", "DeadlineExceeded", "Exhausted", "InvalidArgument", "NotFound", "TensorcastError",
-        "Unauthorized", "Unavailable",
+        "Unauthorized", "Unavailable", "WrongRole",
     ),
 }  # fmt: skip
 
@@ -46,8 +50,6 @@ __all__ = [
     "DeadlineExceeded",
     "Description",
     "Exhausted",
-    "InstanceAdaptor",
-    "InstanceLink",
     "InvalidArgument",
     "NotFound",
     "Plan",
@@ -55,10 +57,11 @@ __all__ = [
     "PlanOutcome",
     "Session",
     "Step",
-    "StepContext",
     "TensorcastError",
     "Unauthorized",
     "Unavailable",
+    "WeightPublisher",
+    "WrongRole",
     "connect",
     "connect_blocking",
     "leased",

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from tensorcast_connector.cli_callers import parse_seconds
+from tensorcast_connector.cli_callers import OFTEN, behind_first_values, parse_seconds
 from tensorcast_connector.cli_database import back_up, restore
 from tensorcast_connector.cli_logs import set_up_logging
 from tensorcast_connector.cli_network import ACCESS_FLAGS, access_flags, run_token, token_flags
@@ -21,17 +21,12 @@ from tensorcast_connector.cli_serve import serve_both, serve_store, serve_worker
 from tensorcast_connector.cli_service import add_service_commands
 from tensorcast_connector.cli_status import run_status, run_story, status_flags, story_flags
 from tensorcast_connector.cli_switch import disable_flags, enable_flags, run_disable, run_enable
-from tensorcast_connector.config import (
-    StoreConfig,
-    WorkerConfig,
-    config_from_file,
-    default_runtime_dir,
-    parse_metrics,
-    parse_size,
-)
+from tensorcast_connector.config import default_runtime_dir, parse_metrics, parse_size
 from tensorcast_connector.errors import ConfigError, TensorcastError
 from tensorcast_connector.net.private import private_directory
+from tensorcast_connector.settings import StoreConfig, WorkerConfig, config_from_file
 from tensorcast_connector.wire.messages import PROTOCOL_VERSION
+from tensorcast_connector.worker.server import check_config
 
 # --- what the flags say -----------------------------------------------------------------------------------------------
 
@@ -41,7 +36,10 @@ def _worker_config(
 ) -> WorkerConfig:
     arena = parse_size(args.arena, "arena") if args.arena is not None else None
     artifacts = parse_size(args.artifacts, "artifacts") if args.artifacts is not None else None
-    flags = {"store": store, "name": args.name, "listen": args.listen, "advertise": args.advertise,
+    share = parse_size(args.tenant_bytes_max, "tenant-bytes-max") if args.tenant_bytes_max is not None else None
+    memory = parse_size(args.device_memory, "device-memory") if args.device_memory is not None else None
+    flags = {"store": store, "tenant_bytes_max": share, "name": args.name, "listen": args.listen, "advertise": args.advertise,
+             "devices": args.devices, "device_bytes": memory,
              "socket": args.socket, "arena_bytes": arena, "artifact_bytes": artifacts, "page_age_max_s": _seconds(args.page_age),
              "roles": args.roles, "metrics": args.metrics, **_access(args)}  # fmt: skip
     config = config_from_file(WorkerConfig, args.config or "", flags, refused)
@@ -98,20 +96,49 @@ def _run_worker(args: argparse.Namespace) -> None:
 
 def _run_up(args: argparse.Namespace) -> None:
     folder = Path(args.dir) if args.dir else default_runtime_dir()
-    private_directory(folder)
     store = StoreConfig(args.store_listen, str(folder / "store"))
     its_own = {
         "store": "`tensorcast up` runs its own store (--store-listen); take the key out, or run `tensorcast worker`"
     }
     worker = _worker_config(args, None, str(folder.absolute() / "worker.sock"), its_own)
     same = {flag: getattr(worker, flag) for flag in ACCESS_FLAGS}
+    check_config(worker)
+    private_directory(folder)
     serve_both(replace(store, **same), worker, args.ready_file)
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 
+class _Filled(argparse.Action):
+    """A flag with a value. An empty one is what is left of a shell variable that is not set, and never means the default."""
+
+    def __call__(self, _parser: object, namespace: argparse.Namespace, values: Any, _flag: str | None = None) -> None:
+        if not values:
+            raise argparse.ArgumentError(self, "is empty; give it a value, or leave it out")
+        several = [*(getattr(namespace, self.dest) or ()), values] if self.const else values
+        setattr(namespace, self.dest, several)
+
+
 class _Parser(argparse.ArgumentParser):
+    def add_argument(self, *names: Any, **how: Any) -> argparse.Action:
+        """Every flag that takes text takes some, unless its `type` says otherwise."""
+        action = how.get("action", "store")
+        if names[0].startswith("-") and action in ("store", "append") and "type" not in how:
+            how.update(action=_Filled, const=action == "append")
+        return super().add_argument(*names, **how)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """What is left over belongs to the flag of OFTEN, if it was written right behind its first value."""
+        found, left = super().parse_known_args(args, namespace)
+        flag = self.get_default(OFTEN)
+        if flag and left and left == behind_first_values(list(args or ()), flag):
+            getattr(found, flag.lstrip("-")).extend(left)
+            return found, []
+        return found, left
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (--help shows what there is)\n")
 
@@ -152,7 +179,11 @@ def _parser() -> argparse.ArgumentParser:
     _worker_flags(up)
     serving(up)
     status_flags(command("status", run_status, "Shows workers, engines, shards, and who holds what."))
-    story_flags(command("story", run_story, "Tells what a worker has recorded about a page, a hold or a shard."))
+    story_flags(
+        command(
+            "story", run_story, "Tells what a worker has recorded of a page, a hold, a shard, an artifact or a plan."
+        )
+    )
     add_service_commands(commands)
     disable_flags(command("disable", run_disable, "Switches the pool off for an engine, a model or a namespace."))
     enable_flags(command("enable", run_enable, "Switches it on again."))
@@ -189,6 +220,13 @@ def _worker_flags(sub: argparse.ArgumentParser) -> None:
         help="pages of KV cache go so long after they came, for example 24h (default: never)",
     )
     sub.add_argument("--artifacts", metavar="SIZE", help="shared memory for artifacts, at most (default: 1GiB)")
+    sub.add_argument("--tenant-bytes-max", metavar="SIZE", help="of it, for one tenant's at most (default: all of it)")
+    sub.add_argument(
+        "--devices",
+        metavar="cuda:0,...",
+        help="a process of its own keeps copies of artifacts in the memory of these (`tensorcast prefetch --device`)",
+    )
+    sub.add_argument("--device-memory", metavar="SIZE", help="for such copies on each device, at most (default: 8GiB)")
 
 
 def _version() -> str:

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from rich.console import Console, RenderableType
 from tensorcast_connector.cli_network import access_flags, network_of_flags, tenant_of_flags
 from tensorcast_connector.cli_tables import add_row, as_size, new_table, printable
 from tensorcast_connector.client.session import Session, connect
-from tensorcast_connector.config import TENANT, default_runtime_dir
-from tensorcast_connector.errors import ConfigError
+from tensorcast_connector.config import PLAN_DEADLINE_S, TENANT, default_runtime_dir
+from tensorcast_connector.errors import ConfigError, TensorcastError
 
 __all__ = ["add_row", "as_size", "new_table", "printable"]
 
@@ -95,6 +95,26 @@ def call(args: argparse.Namespace, work: Callable[[Session, argparse.Namespace],
     asyncio.run(run())
 
 
+# --- a flag that is given often -----------------------------------------------------------------------------------------
+
+OFTEN = "often"
+"""The default of a parser that names its flag of this kind: `--flag a --flag b`, or `--flag a b` if nothing else is missing."""
+
+
+def behind_first_values(words: Sequence[str], flag: str) -> list[str]:
+    """The words that stand right behind the first value of `flag`, each time it is given."""
+    found: list[str] = []
+    at = len(words)  # the first word that may be another value
+    for number, word in enumerate(words):
+        if word == flag or word.startswith(f"{flag}="):
+            at = number + (2 if word == flag else 1)
+        elif word.startswith("-"):
+            at = len(words)
+        elif number >= at:
+            found.append(word)
+    return found
+
+
 # --- times ------------------------------------------------------------------------------------------------------------
 
 
@@ -108,6 +128,16 @@ def parse_seconds(text: str, flag: str) -> float:
     if match is None or not float(match.group(1)):
         raise ConfigError(f"--{flag} {text!r} is no time; write seconds above 0, or for example 15m, 24h or 7d")
     return float(match.group(1)) * _UNITS_S[match.group(2)]
+
+
+def timeout_flag(sub: argparse.ArgumentParser, default: str = f"{PLAN_DEADLINE_S:g}") -> None:
+    """`--timeout` of a command; unless told the default is that of what is a plan, for which see `plan_timeout`."""
+    sub.add_argument("--timeout", metavar="S", help=f"what has not ended then has failed (default: {default})")
+
+
+def plan_timeout(args: argparse.Namespace) -> None:
+    """Reads the flag of what is a plan; raises ConfigError."""
+    args.timeout = PLAN_DEADLINE_S if args.timeout is None else parse_seconds(args.timeout, "timeout")
 
 
 def as_age(seconds: float) -> str:
@@ -146,3 +176,19 @@ def show(*shown: RenderableType) -> None:
     terminal = sys.stdout.isatty()
     console = Console() if terminal else Console(width=PIPED_COLUMNS, force_terminal=False, color_system=None)
     console.print(*shown, sep="\n")
+
+
+async def delete_each(
+    session: Session, references: Sequence[str], delete: Callable[[Session, str], Awaitable[None]]
+) -> None:
+    """Deletes all that can be. Raises TensorcastError that names the others and why."""
+    failed: list[str] = []
+    for reference in references:
+        try:
+            await delete(session, reference)
+        except TensorcastError as error:
+            if len(references) == 1:
+                raise
+            failed.append(f"{reference}: {error}")
+    if failed:
+        raise TensorcastError(f"{len(failed)} of {len(references)} not deleted: {'; '.join(failed)}")

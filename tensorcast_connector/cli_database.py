@@ -6,8 +6,9 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from tensorcast_connector.config import StoreConfig, parse_endpoints
+from tensorcast_connector.config import parse_endpoints
 from tensorcast_connector.errors import ConfigError
+from tensorcast_connector.settings import StoreConfig
 from tensorcast_connector.store.backup import read_backup, restore_backup, take_backup, write_backup
 from tensorcast_connector.store.kv import KvStore
 from tensorcast_connector.store.sqlite_kv import SqliteKv

@@ -33,15 +33,15 @@ from tensorcast_connector.config import (
     DOCTOR_CLOCK_WARNING_S,
     DOCTOR_SIGNALS_AGE_S,
     SIGNALS_TIMEOUT_S,
-    WorkerConfig,
     default_runtime_dir,
     parse_address,
 )
-from tensorcast_connector.errors import DeadlineExceeded, TensorcastError
+from tensorcast_connector.errors import DeadlineExceeded, TensorcastError, Unauthorized
 from tensorcast_connector.net.descriptors import receive_arena
 from tensorcast_connector.net.mapping import map_memory
 from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.net.transport import Network
+from tensorcast_connector.settings import WorkerConfig
 from tensorcast_connector.store.client import read_cluster
 from tensorcast_connector.types import Address
 from tensorcast_connector.wire.messages import PROTOCOL_VERSION, GetSignals, GetStatistics, Signals, Statistics
@@ -78,6 +78,7 @@ class Doctor:
         self._chance = chance
         self._findings: list[Finding] = []
         self._address: Address | None = None  # of the worker, if it answers
+        self._disabled: dict[str, str] = {}  # what serves without the pool, and since when, by whom and why
 
     async def examine(self) -> list[Finding]:
         """All that was found, in the order it was looked at."""
@@ -90,6 +91,10 @@ class Doctor:
         if self._address is not None and not (members and self._store):
             members = await self._members_of_gateway() or members
         await self._check_members(members)
+        self._findings += [
+            warning("disabled", f"{what} serves without the pool, {note}: `tensorcast enable {what}` when that is over")
+            for what, note in sorted(self._disabled.items())
+        ]
         return self._findings
 
     # --- the worker of this host ---
@@ -109,7 +114,7 @@ class Doctor:
             answer = await self._ask(address)
         except TensorcastError as error:
             what = f"start the worker again if it has died; {SHARING}" if address.scheme == "unix" else _REACH
-            add(problem("worker", f"{address} does not answer ({error}): {what}"))
+            add(_unanswered("worker", str(address), error, what))
             return 0
         self._address = address
         add(_version("worker", answer.server_id, answer.version))
@@ -162,8 +167,8 @@ class Doctor:
                     raise TensorcastError(f"it is a {client.server}")
                 view = await read_cluster(self._network, [address], NAME, self._chance)
             except TensorcastError as error:
-                if self._store:
-                    self._findings.append(problem("store", f"{address} does not answer ({error}): {_REACH}"))
+                if self._store or isinstance(error, Unauthorized):
+                    self._findings.append(_unanswered("store", str(address), error, _REACH))
                 else:
                     self._findings.append(
                         ok("store", f"none at {address}; say with --store where it is to have it checked")
@@ -172,6 +177,7 @@ class Doctor:
             finally:
                 await client.close()
             members |= {each.worker_id: each.address for each in view.workers.values()}
+            self._disabled |= view.disabled
             self._findings.append(_version("store", str(address), client.version))
             local = address.is_loopback or await find_interface(address.host) is not None
             if local and client.server_id.startswith("/"):
@@ -184,6 +190,8 @@ class Doctor:
         try:
             async with await connect(str(self._address), name=NAME, network=self._network) as session:
                 listed = {each.worker_id: each.address for each in await session.list_workers()}
+                with contextlib.suppress(Unauthorized):  # a tenant's token
+                    self._disabled |= await session.list_disabled()
                 me = session.worker_id
         except TensorcastError as error:
             self._findings.append(warning("workers", f"the worker does not say who else there is ({error})"))
@@ -202,7 +210,7 @@ class Doctor:
             try:
                 answer = await self._ask(parse_address(text, "address"))
             except TensorcastError as error:
-                return [problem("workers", f"{worker_id} does not answer at {text} ({error}): {_REACH}")]
+                return [_unanswered("workers", f"{worker_id} at {text}", error, _REACH)]
             if answer.server_id != worker_id:
                 other = f"{answer.server_id} answers at {text}, where {worker_id} should"
                 return [problem("workers", f"{other}: start it with an --advertise of its own that all hosts reach")]
@@ -232,6 +240,19 @@ class Doctor:
 
 
 _REACH = "is it running, is its address one that all hosts reach (--listen, --advertise), and does no firewall close the port?"
+
+
+_SAME = (
+    "it is there; run doctor with the --token-file, --tls-cert, --tls-key and --tls-ca that it was started with, or with none if "
+    "it has none"
+)
+
+
+def _unanswered(check: str, who: str, error: TensorcastError, reach: str) -> Finding:
+    """It does not answer. One that refuses can be reached: then it is not the network that has to be looked at."""
+    if isinstance(error, Unauthorized):
+        return problem(check, f"{who} refuses this command ({error}): {_SAME}")
+    return problem(check, f"{who} does not answer ({error}): {reach}")
 
 
 def _version(check: str, who: str, version: int) -> Finding:

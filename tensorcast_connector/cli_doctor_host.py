@@ -255,7 +255,8 @@ def check_huge_pages(machine: Machine) -> Finding:
     if machine.huge_pages():
         return ok("huge pages", "the kernel makes them")
     return ok(
-        "huge pages", "the kernel makes none (Linux 6.1 or later can): large artifacts are mapped somewhat slower"
+        "huge pages",
+        "the kernel makes none (Linux 6.1 or later can): pages and large artifacts are written and mapped somewhat slower",
     )
 
 

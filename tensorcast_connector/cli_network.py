@@ -3,12 +3,14 @@
 import argparse
 import secrets
 import sys
+from collections import Counter
 
-from tensorcast_connector.config import TENANT, StoreConfig, WorkerConfig
+from tensorcast_connector.config import TENANT
 from tensorcast_connector.errors import ConfigError
 from tensorcast_connector.net.access import read_token
 from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.net.tls import load_tls
+from tensorcast_connector.settings import StoreConfig, WorkerConfig
 from tensorcast_connector.wire.tokens import tenant_token
 
 ACCESS_FLAGS = ("token_file", "tls_cert", "tls_key", "tls_ca")
@@ -42,12 +44,12 @@ def tenant_of_flags(args: argparse.Namespace) -> str:
     return args.tenant if args.tenant is not None else (access.tenant if access is not None else "") or TENANT
 
 
-def network_of(config: StoreConfig | WorkerConfig) -> SocketNetwork:
-    """The network of a store or a worker; raises ConfigError."""
+def network_of(config: StoreConfig | WorkerConfig, refused: Counter[str]) -> SocketNetwork:
+    """The network of a store or a worker, which counts in `refused` whom it refuses; raises ConfigError."""
     access = read_token(config.token_file)
     if access is not None and access.of_tenant:
         raise ConfigError(f"token_file={config.token_file!r} is a tenant's; a store or a worker needs the cluster's")
-    return SocketNetwork(access, load_tls(config.tls_cert, config.tls_key, config.tls_ca))
+    return SocketNetwork(access, load_tls(config.tls_cert, config.tls_key, config.tls_ca), refused=refused)
 
 
 def token_flags(sub: argparse.ArgumentParser) -> None:

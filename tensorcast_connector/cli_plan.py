@@ -1,6 +1,7 @@
 """Plans as files and as tables, for `tensorcast plan`: see docs/commands.md for the format."""
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ from rich.console import RenderableType
 from tensorcast_connector.cli_callers import add_row, new_table, show, write_json, write_note
 from tensorcast_connector.client.plan import CallContext, Plan, ResultOf, Step
 from tensorcast_connector.client.session import Session
-from tensorcast_connector.core.plan import PlanRecord
+from tensorcast_connector.config import DEAD_WORKER_LOOK_S
+from tensorcast_connector.core.plan import PlanRecord, PlanSpec, StepSpec
 from tensorcast_connector.errors import ConfigError, InvalidArgument, TensorcastError
+from tensorcast_connector.wire.caller_messages import InstanceListed, WorkerListed
 
 RESULT_CHARS_SHOWN = 200
+EXECUTORS_LOOK_MAX_S = 10.0  # between two looks at who is there
 
 
 class FileStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,15 +75,16 @@ def build(plan: Plan, steps: Sequence[FileStep]) -> None:
 
 
 async def run_plan(session: Session, steps: Sequence[FileStep], context: CallContext, as_json: bool) -> None:
-    """Runs it, and shows how it went.
+    """Runs it, and shows how it went. Meanwhile it is told once who is to do a step and is not there.
 
     Raises:
         TensorcastError: it has failed; names the step.
     """
     plan = session.plan(context)
     build(plan, steps)
-    digest = plan.spec().digest()
-    key = context.idempotency_key
+    spec = plan.spec()
+    digest, key = spec.digest(), context.idempotency_key
+    looking = asyncio.get_running_loop().create_task(_look_for_executors(session, key, spec))
     try:
         await plan.run().result()
     except asyncio.CancelledError:
@@ -88,7 +93,48 @@ async def run_plan(session: Session, steps: Sequence[FileStep], context: CallCon
     except TensorcastError:
         await _show_failed(session, key, digest, as_json)
         raise
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
     show_plan(key, await session.plan_record(key), as_json)
+
+
+async def _look_for_executors(session: Session, key: str, spec: PlanSpec) -> None:
+    """Tells who is missing. A plan goes on trying, since who has gone may come back; people would rather know."""
+    missing: set[str] = set()
+    told: set[str] = set()
+    pause_s = DEAD_WORKER_LOOK_S
+    while True:
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, EXECUTORS_LOOK_MAX_S)
+        with contextlib.suppress(TensorcastError):
+            workers, instances = await session.list_workers(), await session.list_instances()
+            ended = (await session.plan_record(key)).outcomes
+            before, missing = missing, set()
+            for number, step in enumerate(spec.steps):
+                why = "" if number in ended else _why_missing(step, workers, instances)
+                if why:
+                    missing.add(step.target)
+                if why and step.target in before - told:  # twice in a row
+                    told.add(step.target)
+                    write_note(
+                        f"{step.label(number)}: {why}; it is tried until the plan's deadline, and `tensorcast plan "
+                        f"cancel {key}` ends it"
+                    )
+
+
+def _why_missing(step: StepSpec, workers: Sequence[WorkerListed], instances: Sequence[InstanceListed]) -> str:
+    """Why nobody can do it now; empty if somebody can."""
+    target = step.target
+    if step.on_instance:
+        found = [each.worker_id for each in instances if each.instance_id == target]
+        if not found:
+            return f"there is no instance {target!r}"
+        target = found[0]
+    here = [each for each in workers if target in (each.worker_id, each.name)]
+    if not here:
+        return f"there is no worker {target!r}"
+    return f"worker {target!r} does not answer ({here[0].error})" if all(each.error for each in here) else ""
 
 
 async def _show_failed(session: Session, key: str, digest: str, as_json: bool) -> None:

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING
 
 from tensorcast_connector.cli_database import boottime_s, open_kv, where
 from tensorcast_connector.cli_network import network_of
-from tensorcast_connector.config import StoreConfig, WorkerConfig, parse_address, parse_metrics
+from tensorcast_connector.config import parse_address, parse_metrics
 from tensorcast_connector.errors import ConfigError
 from tensorcast_connector.net.admission import allow_open_files
+from tensorcast_connector.settings import StoreConfig, WorkerConfig
 from tensorcast_connector.store.alive import Presence
 from tensorcast_connector.store.incarnation import ensure_incarnation
 from tensorcast_connector.store.measured_kv import MeasuredKv
@@ -46,12 +48,13 @@ class Parts:
         self._stack = stack
         self._wall = wall
         self._sources: list[Source] | None = None  # of metrics, if they are served
+        self._refused: Counter[str] = Counter()  # connections, by kind of reason
         self.ready: dict[str, str] = {}
 
     async def store(self, config: StoreConfig) -> str:
         """Starts a store; its address. Nothing is made for one that cannot listen: callers wait until its database is open."""
         opened: asyncio.Future[Store] = asyncio.get_running_loop().create_future()
-        listener = await listen(network_of(config), parse_address(config.listen, "listen"), opened)
+        listener = await listen(network_of(config, self._refused), parse_address(config.listen, "listen"), opened)
         self._stack.push_async_callback(listener.close)
         kv = await open_kv(self._stack, config)
         if config.etcd:
@@ -74,7 +77,7 @@ class Parts:
 
     async def worker(self, config: WorkerConfig) -> str:
         """Starts a worker; the address of its socket."""
-        worker = await start_worker(config, network_of(config), random.Random(), boottime_s)
+        worker = await start_worker(config, network_of(config, self._refused), random.Random(), boottime_s)
         self._stack.push_async_callback(worker.close)
         if self._sources is not None:
             from tensorcast_connector.worker.metrics import WorkerMetrics
@@ -95,10 +98,11 @@ class Parts:
         if address is None:
             return
         # Here, since the HTTP server takes a while to load.
+        from tensorcast_connector.net.connection_metrics import ConnectionMetrics
         from tensorcast_connector.net.metrics_server import serve_metrics
 
         self._sources = []
-        listener = await serve_metrics(address, self._sources)
+        listener = await serve_metrics(address, self._sources, [ConnectionMetrics(self._refused)])
         self._stack.push_async_callback(listener.close)
         self.ready["metrics"] = str(listener.address)
 
@@ -107,13 +111,22 @@ class Parts:
 
 
 def serve_store(config: StoreConfig, ready_file: str) -> None:
-    """`tensorcast store`."""
+    """`tensorcast store`, on uvloop where there is one: all that it does is small messages."""
 
     async def start(parts: Parts) -> None:
         await parts.metrics(config.metrics)
         await parts.store(config)
 
-    asyncio.run(_until_stopped(start, ready_file))
+    with asyncio.Runner(loop_factory=_small_messages_loop()) as runner:
+        runner.run(_until_stopped(start, ready_file))
+
+
+def _small_messages_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 def serve_worker(config: WorkerConfig, ready_file: str) -> None:
@@ -153,6 +166,7 @@ async def _until_stopped(start: Callable[[Parts], Awaitable[None]], ready_file: 
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     if ready_file:
         _write(ready_file, None)  # one that was left behind
+        _check_ready(ready_file)
     async with AsyncExitStack() as stack:
         parts = Parts(stack)
         await start(parts)
@@ -170,6 +184,16 @@ def _there(path: str, addresses: dict[str, str]) -> Iterator[None]:
         yield
     finally:
         _write(path, None)
+
+
+def _check_ready(path: str) -> None:
+    """That the ready file can be written, before anything is made that would be left behind. Raises ConfigError."""
+    partial = Path(f"{path}.partial")
+    try:
+        partial.write_text("")
+        partial.unlink()
+    except OSError as error:
+        raise ConfigError(f"ready file {path}: {error.strerror}") from error
 
 
 def _write(path: str, addresses: dict[str, str] | None) -> None:

@@ -7,41 +7,67 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
 from tensorcast_connector.cli_callers import (
+    OFTEN,
     add_row,
     as_age,
     as_size,
     call,
     caller_flags,
+    delete_each,
     new_table,
     parse_seconds,
+    plan_timeout,
     show,
+    timeout_flag,
     write_json,
     write_line,
     write_note,
 )
 from tensorcast_connector.cli_doctor import doctor_flags, run_doctor
 from tensorcast_connector.cli_plan import read_plan, run_plan, show_plan
+from tensorcast_connector.cli_weights import progress_bar, weights_flags, with_progress
 from tensorcast_connector.client.artifact import Artifact
 from tensorcast_connector.client.files import write_file
+from tensorcast_connector.client.ownership import SYSTEM, leased
 from tensorcast_connector.client.plan import CallContext
-from tensorcast_connector.client.session import SYSTEM, Session, leased
-from tensorcast_connector.config import PLAN_DEADLINE_S, TENANT
+from tensorcast_connector.client.session import Session
+from tensorcast_connector.config import TENANT, parse_devices
 from tensorcast_connector.core.artifact import is_artifact_id
-from tensorcast_connector.errors import ConfigError, InvalidArgument, NotFound, TensorcastError, Unavailable
+from tensorcast_connector.core.weights import LINEAGE
+from tensorcast_connector.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    TensorcastError,
+    Unavailable,
+)
 from tensorcast_connector.wire.caller_messages import ArtifactListed
 
 Work = Callable[[Session, argparse.Namespace], Awaitable[None]]
 
 
 # --- put, get, ls -----------------------------------------------------------------------------------------------------
+
+
+def _in_time(timeout: str | None, what: str) -> contextlib.AbstractAsyncContextManager[Any]:
+    """For what has no deadline of its own: `timeout` as it was given, None for none."""
+    return _deadline(None if timeout is None else parse_seconds(timeout, "timeout"), what)
+
+
+@contextlib.asynccontextmanager
+async def _deadline(seconds: float | None, what: str) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(f"{what} has not ended within {seconds:g} s") from None
 
 
 def _run_put(args: argparse.Namespace) -> None:
@@ -59,7 +85,9 @@ def _run_put(args: argparse.Namespace) -> None:
 
 async def _put(session: Session, args: argparse.Namespace) -> None:
     ownership = SYSTEM if args.lease is None else leased(args.lease)
-    artifact = await session.put(args.path, name=args.name, ownership=ownership)
+    with progress_bar() as progress:
+        async with _in_time(args.timeout, f"the put of {args.path}"):
+            artifact = await session.put(args.path, name=args.name, ownership=ownership, progress=progress)
     described = await artifact.describe()
     stopped = asyncio.Event()
     if args.lease is not None:
@@ -88,20 +116,9 @@ async def _until_gone(artifact: Artifact, stopped: asyncio.Event, interval_s: fl
 
 
 async def _get(session: Session, args: argparse.Namespace) -> None:
-    with _progress() as progress:
-        await write_file(session.artifact(args.reference), args.out, args.tensor or (), progress)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """Shown on a terminal only."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    console = Console(stderr=True)
-    with Progress(BarColumn(), DownloadColumn(True), TransferSpeedColumn(), console=console, transient=True) as shown:
-        task = shown.add_task("", total=None)
-        yield lambda done, size: shown.update(task, completed=done, total=size)
+    with progress_bar() as progress:
+        async with _in_time(args.timeout, f"getting {args.reference}"):
+            await write_file(session.artifact(args.reference), args.out, args.tensor or (), progress)
 
 
 async def _list(session: Session, args: argparse.Namespace, wall: Callable[[], float] = time.time) -> None:
@@ -115,14 +132,9 @@ async def _list(session: Session, args: argparse.Namespace, wall: Callable[[], f
     table = new_table("Artifacts", "id", "names", "size", "tensors", "owner", "age", "workers")
     for each in found:
         age = as_age(max(0.0, wall() - each.created_unix_s))
-        add_row(table, each.artifact_id, ", ".join(each.names) or "-", _size(each.bytes), str(each.tensors),
+        add_row(table, each.artifact_id, ", ".join(each.names) or "-", as_size(each.bytes), str(each.tensors),
                 _owner(each), age, ", ".join(each.workers) or "none: its bytes are gone")  # fmt: skip
     show(table)
-
-
-def _size(size: int) -> str:
-    """Small ones too."""
-    return as_size(size) if size >= 10 << 20 else f"{size / 1024:.1f} KiB" if size >= 1024 else f"{size} B"
 
 
 def _owner(listed: ArtifactListed) -> str:
@@ -138,19 +150,42 @@ def _as_json(listed: ArtifactListed) -> dict[str, Any]:
 
 def _run_pin(args: argparse.Namespace) -> None:
     args.ttl = parse_seconds(args.ttl, "ttl")
+    plan_timeout(args)
     call(args, _pin)
 
 
+def _run_unpin(args: argparse.Namespace) -> None:
+    plan_timeout(args)
+    call(args, _unpin)
+
+
+def _run_prefetch(args: argparse.Namespace) -> None:
+    parse_devices(args.device, "device")
+    plan_timeout(args)
+    call(args, _prefetch)
+
+
 async def _pin(session: Session, args: argparse.Namespace) -> None:
-    await session.artifact(args.reference).pin(args.ttl, on=args.on)
+    await session.artifact(args.reference).pin(args.ttl, args.on, args.timeout)
 
 
 async def _unpin(session: Session, args: argparse.Namespace) -> None:
-    await session.artifact(args.reference).unpin(on=args.on)
+    await session.artifact(args.reference).unpin(args.on, args.timeout)
 
 
 async def _prefetch(session: Session, args: argparse.Namespace) -> None:
-    await session.artifact(args.reference).prefetch(to=args.to)
+    found = await session.stored(args.reference)
+    if not args.device:
+        work = found.prefetch(args.to, args.timeout)
+    elif isinstance(found, Artifact):
+        work = found.replicate(args.device, args.to, args.timeout)
+    else:
+        raise InvalidArgument(
+            f"{args.reference} is a published version, which is in parts; on a device can be parameters that an engine has "
+            "loaded (`tensorcast weights ls`), or an artifact"
+        )
+    with progress_bar() as told:
+        await with_progress(work, found, args.to, told)
 
 
 # --- rm ---------------------------------------------------------------------------------------------------------------
@@ -172,21 +207,13 @@ def _run_rm(args: argparse.Namespace) -> None:
 
 
 async def _delete_named(session: Session, args: argparse.Namespace) -> None:
-    failed: list[str] = []
-    for reference in args.references:
-        try:
-            await _delete_one(session, reference)
-        except TensorcastError as error:
-            if len(args.references) == 1:
-                raise
-            failed.append(f"{reference}: {error}")
-    if failed:
-        raise TensorcastError(f"{len(failed)} of {len(args.references)} not deleted: {'; '.join(failed)}")
+    await delete_each(session, args.references, _delete_one)
 
 
 async def _delete_one(session: Session, reference: str) -> None:
     """A name of several goes alone; with its last name, or by its id, the artifact goes."""
-    others = [each for each in (await session.artifact(reference).describe()).names if each != reference]
+    names = (await session.artifact(reference).describe()).names
+    others = [each for each in names if each != reference and not each.startswith(LINEAGE)]
     if others and not is_artifact_id(reference):
         await session.unname(reference)
         write_note(f"{reference}: this name is gone; the artifact stays under {', '.join(others)}")
@@ -202,7 +229,7 @@ async def _delete_many(session: Session, args: argparse.Namespace) -> None:
     if not found and not args.all:
         write_note("nothing to delete")
         return
-    what = f"{len(found)} artifact(s) of tenant {args.tenant or TENANT!r}, {_size(sum(each.bytes for each in found))}"
+    what = f"{len(found)} artifact(s) of tenant {args.tenant or TENANT!r}, {as_size(sum(each.bytes for each in found))}"
     what += " and all pages of KV cache" if args.all else ""
     if not args.yes and not await asyncio.to_thread(_agrees, f"delete {what}? [y/N] "):
         raise TensorcastError("nothing was deleted")
@@ -213,6 +240,8 @@ async def _delete_many(session: Session, args: argparse.Namespace) -> None:
     if args.all:
         gone = await session.forget_pages()
         write_note(f"{gone.evicted} page(s) evicted, {gone.in_use} in use just now and still there")
+        if gone.nobodys:
+            write_note(f"{gone.nobodys} page(s) stay of which no engine has said whose they are")
         if gone.in_use or gone.unreachable:
             raise TensorcastError(f"not all pages are gone, run it again (not reached: {gone.unreachable or 'nobody'})")
 
@@ -236,7 +265,7 @@ def _agrees(question: str) -> bool:
 
 def _run_plan(args: argparse.Namespace) -> None:
     args.steps = read_plan(args.file)
-    args.timeout = PLAN_DEADLINE_S if args.timeout is None else parse_seconds(args.timeout, "timeout")
+    plan_timeout(args)
     args.key = secrets.token_hex(16) if args.key is None else args.key
     call(args, _plan)
 
@@ -280,26 +309,37 @@ def add_service_commands(subparsers: Any) -> None:
     get = command("get", "Writes an artifact to a safetensors file.", work=_get)
     _reference(get)
     get.add_argument("out", metavar="OUT.safetensors", help="is there once it is complete")
-    get.add_argument("--tensor", metavar="NAME", nargs="+", action="extend", help="only these tensors")
+    get.add_argument("--tensor", metavar="NAME", action="append", help="only this tensor; again for each further one")
+    get.set_defaults(**{OFTEN: "--tensor"})
     ls = command("ls", "Lists artifacts.", work=_list)
     ls.add_argument("prefix", metavar="PREFIX", nargs="?", default="", help="of their names or ids")
     _json_flag(ls)
     pin = command("pin", "Keeps an artifact in the memory of a worker.", run=_run_pin)
     _reference(pin)
     pin.add_argument("--ttl", metavar="S", required=True, help="for how long: seconds, or for example 15m or 24h")
-    unpin = command("unpin", "Ends that.", work=_unpin)
+    unpin = command("unpin", "Ends that.", run=_run_unpin)
     _reference(unpin)
     for sub in (pin, unpin):
         sub.add_argument("--on", metavar="WORKER", default="", help="name or id (default: the worker that is asked)")
-    prefetch = command("prefetch", "Brings an artifact into the memory of a worker.", work=_prefetch)
+    prefetch = command(
+        "prefetch", "Brings an artifact or a published version into the memory of a worker.", run=_run_prefetch
+    )
     _reference(prefetch)
     prefetch.add_argument("--to", metavar="WORKER", required=True, help="name or id")
+    prefetch.add_argument(
+        "--device", metavar="cuda:N", default="", help="on to a device of that worker, for engines that load it there"
+    )
     rm = command("rm", "Deletes artifacts and their names.", run=_run_rm)
     rm.add_argument("references", metavar="REF", nargs="*", help="name or id")
     rm.add_argument("--all", action="store_true", help="all of the tenant, which has to be named")
     rm.add_argument("--older-than", metavar="AGE", help="all of the tenant that were put before, for example 24h")
     rm.add_argument("--yes", action="store_true", help="without asking")
+    for sub in (pin, unpin, prefetch):
+        timeout_flag(sub)
+    for sub in (put, get):
+        timeout_flag(sub, "as long as it takes")
     _plan_commands(command)
+    weights_flags(command("weights", "Published versions of weights, and what engines have loaded."), [caller_flags])
     doctor_flags(command("doctor", "Checks this host and its cluster, and says what to change."), run_doctor)
 
 
@@ -309,9 +349,7 @@ def _plan_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     run = command("run", "Runs a plan, and shows how each step went.", run=_run_plan, among=among)
     run.add_argument("file", metavar="FILE.json", help="its steps, see docs/commands.md")
     run.add_argument("--key", help="running the same plan under the same key again joins it (default: a new one)")
-    run.add_argument(
-        "--timeout", metavar="S", help=f"what has not ended then has failed (default: {PLAN_DEADLINE_S:g})"
-    )
+    timeout_flag(run)
     shown = command("show", "Shows a plan that runs or has ended lately.", work=_plan_show, among=among)
     cancel = command("cancel", "Ends a plan; what is done stays done.", work=_plan_cancel, among=among)
     for sub in (shown, cancel):

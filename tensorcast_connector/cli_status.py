@@ -48,6 +48,7 @@ def as_json(status: ClusterStatus, now: float, unix_s: float) -> dict[str, Any]:
             for shard, holder in sorted(view.shards.items())
         ],
         "shards_without_home": status.homeless(),
+        "disabled": [{"what": what, "note": note} for what, note in sorted(view.disabled.items())],
         "replicas": [msgspec.to_builtins(copy) for copies in view.replicas.values() for copy in copies.values()],
     }
 
@@ -59,6 +60,8 @@ def _worker_as_json(worker: WorkerStatus, status: ClusterStatus, now: float) -> 
         "reachable": worker.signals is not None,
         "error": worker.error,
         "age_s": worker.age_s(now),
+        "artifact_bytes_used": worker.artifact_bytes.used if worker.artifact_bytes else None,
+        "artifact_bytes_max": worker.artifact_bytes.most if worker.artifact_bytes else None,
         "signals": None if worker.signals is None else _signals_as_json(worker.signals),
     }
 
@@ -178,7 +181,8 @@ def run_status(args: argparse.Namespace) -> None:
 def story_flags(sub: argparse.ArgumentParser) -> None:
     """The flags of `tensorcast story`."""
     access_flags(sub)
-    sub.add_argument("text", help="first hex digits of a block hash, a hold's id, 'shard 12', or '' for everything")
+    sub.add_argument("text", help="first hex digits of a block hash, a hold's id, an artifact's id or "
+                     "name, a plan's key, 'shard 12', or '' for everything")  # fmt: skip
     sub.add_argument("--worker", metavar="ADDRESS", required=True, help="HOST:PORT or unix:/path of the worker")
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import getpass
+import os
 import platform
 import time
 
@@ -16,7 +17,7 @@ def disable_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "what", nargs="?", help="an instance's id, a model or a namespace, as `tensorcast status` shows them"
     )
-    sub.add_argument("--why", metavar="TEXT", default="", help="for others who look")
+    sub.add_argument("--why", metavar="TEXT", type=str, default="", help="for others who look")
     sub.add_argument("--list", action="store_true", help="what is disabled, by whom and since when")
 
 
@@ -38,12 +39,31 @@ def run_enable(args: argparse.Namespace) -> None:
     call(args, _enable)
 
 
+def _user() -> str:
+    """Who runs this; in a container that may be a number without a name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid {os.getuid()}"
+
+
 async def _disable(session: Session, args: argparse.Namespace) -> None:
+    known = (await session.list_disabled()).get(args.what)
+    if known is not None and not args.why:
+        write_line(
+            f"{args.what}: was disabled already, {known}; `tensorcast enable` ends it, --why gives another reason"
+        )
+        return
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    note = f"since {since}, by {getpass.getuser()} on {platform.node()}" + (f": {args.why}" if args.why else "")
+    note = f"since {since}, by {_user()} on {platform.node()}" + (f": {args.why}" if args.why else "")
     await session.disable(args.what, note)
     seen = await session.list_instances()
     count = sum(args.what in (each.instance_id, each.model, each.namespace) for each in seen)
+    if not count:
+        write_line(
+            f"{args.what}: nothing by that name is attached now; the rule stands for what comes, `tensorcast enable` ends it"
+        )
+        return
     write_line(f"{args.what}: {count} engine(s) that are there now serve without the pool; `tensorcast enable` ends it")
 
 

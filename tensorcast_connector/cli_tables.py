@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tensorcast_connector.client.status import ClusterStatus
+from tensorcast_connector.client.status import ClusterStatus, WorkerStatus
 from tensorcast_connector.core.story import ranges
 
 
@@ -28,10 +28,19 @@ def as_tables(status: ClusterStatus, now: float, unix_s: float, every_shard: boo
         unix_s: the same moment in seconds since 1970.
         every_shard: one line for each shard, with its fencing token.
     """
+    disabled = [
+        Text(f"Disabled: {printable(what)}, {printable(note)}", style="yellow")
+        for what, note in sorted(status.view.disabled.items())
+    ]
     if not status.workers:
-        return [_as_of(status, now, unix_s), "No workers yet: start one with `tensorcast worker --store ADDRESS`."]
+        return [
+            _as_of(status, now, unix_s),
+            *disabled,
+            "No workers yet: start one with `tensorcast worker --store ADDRESS`.",
+        ]
     return [
         _as_of(status, now, unix_s),
+        *disabled,
         _workers(status, now),
         _instances(status) if status.view.instances else "Instances: none",
         _every_shard(status) if every_shard else _shards(status),
@@ -46,21 +55,49 @@ def _as_of(status: ClusterStatus, now: float, unix_s: float) -> Text:
 
 
 def _workers(status: ClusterStatus, now: float) -> Table:
-    table = new_table("Workers", "worker", "address", "roles", "protocol", "arena", "pages", "memory", "network", "queue",
-                   "shards", "age")  # fmt: skip
+    with_devices = any(_devices(each) for each in status.workers.values())
+    table = new_table("Workers", "worker", "address", "roles", "protocol", "arena", "pages", "artifacts",
+                   *(["devices"] if with_devices else []), "memory", "network", "queue", "shards", "age")  # fmt: skip
     for worker_id, worker in status.workers.items():
         record, signals = worker.record, worker.signals
         listed = (worker_id, record.address, " ".join(record.roles), str(record.version))
         shards = str(len(status.shards_of(worker_id)))
         size = as_size(record.arena_bytes)
         if signals is None:
-            add_row(table, *listed, size, *"----", shards, f"unreachable: {worker.error}", style="red")
+            add_row(
+                table, *listed, size, *("-" * (5 + with_devices)), shards, f"unreachable: {worker.error}", style="red"
+            )
             continue
         used = _share(signals.values.get("arena_used_bytes", 0) / max(1, record.arena_bytes))
         pages = str(signals.values.get("pages", "-"))
         pressures = (_share(signals.memory), _share(signals.network), _share(signals.queue))
-        add_row(table, *listed, f"{used} of {size}", pages, *pressures, shards, f"{worker.age_s(now):.1f} s")
+        artifacts = "-"
+        if worker.artifact_bytes is not None:
+            artifacts = f"{as_size(worker.artifact_bytes.used)} of {as_size(worker.artifact_bytes.most)}"
+        devices = [_devices(worker) or "-"] if with_devices else []
+        add_row(
+            table,
+            *listed,
+            f"{used} of {size}",
+            pages,
+            artifacts,
+            *devices,
+            *pressures,
+            shards,
+            f"{worker.age_s(now):.1f} s",
+        )
     return table
+
+
+def _devices(worker: WorkerStatus) -> str:
+    """What copies of artifacts have of the memory of its devices."""
+    devices = worker.signals.values.get("devices") if worker.signals is not None else None
+    if not isinstance(devices, dict):
+        return ""
+    return ", ".join(
+        f"{name} {as_size(counts.get('bytes_used', 0))} of {as_size(counts.get('bytes_max', 0))}"
+        for name, counts in devices.items()
+    )
 
 
 def _instances(status: ClusterStatus) -> Table:
@@ -113,8 +150,15 @@ def add_row(table: Table, *cells: str, style: str | None = None) -> None:
 
 
 def as_size(size_bytes: int) -> str:
-    """Bytes for people."""
-    return f"{size_bytes / (1 << 30):.2f} GiB" if size_bytes >= 1 << 30 else f"{size_bytes / (1 << 20):.0f} MiB"
+    """Bytes for people, in the unit that fits: "0 B", "2.4 KiB", "64 MiB", "1.5 MiB", "8.00 GiB"."""
+    if size_bytes >= 1 << 40:
+        return f"{size_bytes / (1 << 40):.2f} TiB"
+    if size_bytes >= 1 << 30:
+        return f"{size_bytes / (1 << 30):.2f} GiB"
+    if size_bytes >= 1 << 20:
+        exact = size_bytes >= 10 << 20 or not size_bytes % (1 << 20)
+        return f"{size_bytes / (1 << 20):.{0 if exact else 1}f} MiB"
+    return f"{size_bytes / 1024:.1f} KiB" if size_bytes >= 1024 else f"{size_bytes} B"
 
 
 def _share(value: float | None) -> str:

@@ -24,7 +24,7 @@ class InvalidArgument(TensorcastError):
 
 
 class Unauthorized(TensorcastError):
-    """The token is missing or wrong, or does not allow this. Nothing was done, and nothing was told."""
+    """The token or the certificate is missing or wrong, or does not allow this. Nothing was done, and nothing was told."""
 
     code = "unauthorized"
 
@@ -33,6 +33,12 @@ class ProtocolError(TensorcastError):
     """Bytes or messages that break the protocol. The connection they came from is closed."""
 
     code = "protocol"
+
+
+class WrongRole(TensorcastError):
+    """This worker does not do that for callers: it has not the role. The message names one that has, if any is listed."""
+
+    code = "wrong-role"
 
 
 class Unavailable(TensorcastError):
@@ -72,7 +78,7 @@ class Conflict(TensorcastError):
 
 
 class Exhausted(TensorcastError):
-    """A limit of config.py is reached: memory, queue, requests in flight. Retry after something was released."""
+    """A limit of config.py is reached: memory, queue. Retry after something was released."""
 
     code = "exhausted"
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from tensorcast_connector.config import MEMBER_TTL_S, WorkerConfig
+from tensorcast_connector.config import MEMBER_TTL_S
 from tensorcast_connector.core import fingerprints, leases, member, metadata, reports
 from tensorcast_connector.core.metadata import Metadata
 from tensorcast_connector.core.placement import shard_of, shard_ranking
 from tensorcast_connector.net import rpc_client
 from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.net.transport import Listener, Network
+from tensorcast_connector.settings import WorkerConfig
 from tensorcast_connector.store.incarnation import ensure_incarnation
 from tensorcast_connector.store.server import serve_store
 from tensorcast_connector.store.sqlite_kv import SqliteKv
@@ -199,23 +200,23 @@ class Cluster:
         await until(lambda: not any(plane(worker).member.store_error for worker in self.workers))
 
     async def worker(
-        self, name: str, arena_bytes: int = 4 << 20, roles: str = "basic,shard-home", stores: Sequence[Address] = (),
-        artifact_bytes: int = 64 << 20,
+        self, name: str, arena_bytes: int = 4 << 20, roles: str = "basic,gateway,shard-home", stores: Sequence[Address] = (),
+        artifact_bytes: int = 64 << 20, devices: str = "", device_bytes: int = 64 << 20,
     ) -> Worker:  # fmt: skip
         """A worker; `stores` are those it knows, the one there is unless told."""
         config = WorkerConfig(
             store=",".join(map(str, stores or [self.store_address])), name=name, listen="127.0.0.1:0",
             socket=str(self.folder / f"{name}.sock"), arena_bytes=arena_bytes, roles=roles,
-            artifact_bytes=artifact_bytes,
+            artifact_bytes=artifact_bytes, devices=devices, device_bytes=device_bytes,
         )  # fmt: skip
         worker = await start_worker(config, self.network, self.chance, self.now)
         self.workers.append(worker)
         return worker
 
-    async def pair(self, *names: str) -> tuple[list[Worker], list[Engine]]:
+    async def pair(self, *names: str, devices: str = "") -> tuple[list[Worker], list[Engine]]:
         """Workers that know each other, and an engine at each."""
         await self.start_store()
-        workers = [await self.worker(name) for name in names or ("a", "b")]
+        workers = [await self.worker(name, devices=devices) for name in names or ("a", "b")]
         await self.settled()
         return workers, [await self.engine(worker) for worker in workers]
 
@@ -304,6 +305,11 @@ class Cluster:
                 lambda end=end: all(kv._deadline.get(plane(each).member.lease_id) == end for each in self.workers)
             )
 
+    async def outlive_former_life(self) -> None:
+        """Time passes at a store that has lost everything, until nobody can believe in what it had granted."""
+        await until(lambda: all(plane(worker).view.restored for worker in self.workers))
+        await self.expire_crashed()
+
     def pass_time(self, seconds: float) -> None:
         """On the workers' clock."""
         self.ahead_s += seconds
@@ -313,6 +319,7 @@ class Cluster:
     def check(self) -> None:
         for worker in self.workers:
             worker.pages.check()
+            worker.devices.table.check()
             plane(worker).check()
 
     async def close(self) -> None:

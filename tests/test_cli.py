@@ -11,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -45,6 +46,7 @@ def fails(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
 def bad(name: str, tmp_path: Path) -> list[str]:
     """The arguments of one mistake; what it needs is in `tmp_path`."""
     worker = ["worker", "--socket", str(tmp_path / "w.sock"), "--arena", "1MiB"]
+    up = ["up", "--dir", str(tmp_path / "up"), "--store-listen", "127.0.0.1:0", "--arena", "1MiB"]
     toml = tmp_path / "c.toml"
     texts = {"unknown key": "areana_bytes = 1", "wrong type": "name = 5", "no toml": "name"}
     if name in texts:
@@ -64,16 +66,22 @@ def bad(name: str, tmp_path: Path) -> list[str]:
         "advertise": [*worker, "--advertise", "host:0"],
         "name": [*worker, "--name", "a/b"],
         "roles": [*worker, "--roles", "basic,home"],
-        "up roles": ["up", "--dir", str(tmp_path / "up"), "--store-listen", "127.0.0.1:0", "--arena", "1MiB", "--roles", "x"],
+        "up roles": [*up, "--roles", "x"],
         "second store": [*worker, "--store", "127.0.0.1:1,nowhere"],
         "long path": ["worker", "--socket", "/" + "x" * 120, "--arena", "1MiB"],
         "shared folder": ["worker", "--socket", str(shared / "w.sock"), "--arena", "1MiB"],
         "shared data": ["store", "--listen", "127.0.0.1:0", "--data", str(shared)],
-        "shared up": ["up", "--dir", str(shared)],
-        "file as folder": ["store", "--data", "/proc/version"],
+        "shared up": ["up", "--dir", str(shared), "--store-listen", "127.0.0.1:0"],
+        "file as folder": ["store", "--listen", "127.0.0.1:0", "--data", "/proc/version"],
         "ready file": ["store", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "s"), "--ready-file", str(tmp_path / "no/r")],
+        "up ready file": [*up, "--ready-file", str(tmp_path / "no/r")],
         "up arena": ["up", "--dir", str(tmp_path / "up"), "--arena", "x"],
         "up listen": ["up", "--dir", str(tmp_path / "up"), "--store-listen", "x"],
+        "up worker listen": [*up, "--listen", "nix"],
+        "up advertise": [*up, "--advertise", "host:0"],
+        "up large": ["up", "--dir", str(tmp_path / "up"), "--store-listen", "127.0.0.1:0", "--arena", "100TiB"],
+        "up long path": [*up, "--dir", str(tmp_path / ("x" * 107))],
+        "metrics": [*worker, "--metrics", "foo"],
         "status": ["status", "--store", "x"],
         "flag": ["worker", "--arenas", "1"],
         "command": ["wroker"],
@@ -104,8 +112,14 @@ BAD = {
     "shared up": "is writable by others",
     "file as folder": "a file of that name is in the way",
     "ready file": "ready file",
+    "up ready file": "no/r: No such file or directory",
     "up arena": "arena='x' is not a size",
     "up listen": "listen='x' is not an address",
+    "up worker listen": "listen='nix' is not an address; write host:port or [ipv6]:port",
+    "up advertise": "port 0 is any port, which nobody can dial",
+    "up large": "arena=102400.00 GiB is larger than the memory that is available",
+    "up long path": "a socket path has at most 107 bytes; use a shorter one",
+    "metrics": "metrics='foo' is not an address; write host:port or [ipv6]:port",
     "status": "store='x' is not an address",
     "flag": "unrecognized arguments: --arenas 1",
     "command": "invalid choice: 'wroker'",
@@ -119,6 +133,7 @@ def test_a_mistake_is_one_line_and_status_2(name: str, tmp_path: Path, capsys: p
     status, line = fails(capsys, *bad(name, tmp_path))
     assert status == 2 and BAD[name] in line and line.startswith("tensorcast"), line
     assert not list(tmp_path.rglob("*.sock")) and not list(tmp_path.rglob("*.partial"))
+    assert not list(tmp_path.rglob("store.db")), "nothing is made by what does not start"
 
 
 def test_the_versions(capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,7 +203,7 @@ def test_up_has_a_store_of_its_own(where: str, tmp_path: Path, capsys: pytest.Ca
     config.write_text(f'store = "{where}"\nname = "w"\n')
     status, line = fails(capsys, "up", "--dir", str(tmp_path / "up"), "--config", str(config))
     assert status == 2 and f"config file {config}: store='{where}': `tensorcast up` runs its own store" in line
-    assert not list((tmp_path / "up").iterdir())
+    assert not (tmp_path / "up").exists()
 
 
 @pytest.mark.slow
@@ -201,8 +216,15 @@ def test_up_takes_all_else_from_its_config(tmp_path: Path) -> None:
     with running(tmp_path, *up) as (_, ready):
         assert ready["worker"] == f"unix:{tmp_path}/w.sock" and ready["worker_id"].startswith("w/")
         assert ready.keys() >= {"store", "peer", "metrics"}
+        for each in ("store", "peer", "worker"):
+            throw(ready[each], b"GET / HTTP/1.1\r\n\r\n")
+        name = "tensorcast_connections_refused_total"
+        with urllib.request.urlopen(f"http://{ready['metrics']}/metrics", timeout=10) as page:
+            lines = [line for line in page.read().decode().splitlines() if line.startswith(name)]
+        assert lines == [f'{name}{{reason="{why}"}} {count}' for why, count in EXPECTED_REFUSALS]
 
 
+EXPECTED_REFUSALS = (("full", 0.0), ("unauthorized", 0.0), ("protocol", 3.0))
 SERVING = (("--shards", "8"), ("--listen", "127.0.0.1:0"), ("--metrics", "127.0.0.1:0"), ("--ready-file", "r"))
 
 
@@ -260,6 +282,16 @@ def running(tmp_path: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str],
         if process.poll() is None:
             process.kill()
         process.wait()
+
+
+@contextmanager
+def killed_in_the_end(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process with pipes for what it says, which ends with the block, whatever fails in it."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # nothing to one that has ended
 
 
 def throw(address: str, data: bytes) -> None:
@@ -384,12 +416,11 @@ def test_the_number_of_shards_of_a_cluster(tmp_path: Path, capsys: pytest.Captur
 def test_a_reader_that_has_enough_and_a_user_who_stops_end_it_without_a_word(tmp_path: Path) -> None:
     with running(tmp_path, "store", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "s")) as (_, ready):
         watch = [*TENSORCAST, "status", "--store", ready["store"], "--json", "--watch", "0.05"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        reader = subprocess.Popen(watch, **pipes)  # type: ignore[call-overload]
-        assert reader.stdout.readline().startswith("{")
-        reader.stdout.close()
-        assert (reader.wait(20), reader.stderr.read()) == (1, "")
-        reader.stderr.close()
+        with killed_in_the_end(watch) as reader:
+            assert reader.stdout is not None and reader.stderr is not None
+            assert reader.stdout.readline().startswith("{")
+            reader.stdout.close()
+            assert (reader.wait(20), reader.stderr.read()) == (1, "")
         with socket.socket() as silent:  # a store that never answers
             silent.bind(("127.0.0.1", 0))
             silent.listen()
@@ -399,9 +430,32 @@ def test_a_reader_that_has_enough_and_a_user_who_stops_end_it_without_a_word(tmp
                 "from tensorcast_connector import cli\n"
                 f"sys.exit(cli.main(['status', '--store', '127.0.0.1:{silent.getsockname()[1]}']))\n"
             )
-            user = subprocess.Popen([sys.executable, "-c", program], **pipes)  # type: ignore[call-overload]
-            connection, _ = silent.accept()
-            user.send_signal(signal.SIGINT)
-            out, error = user.communicate(timeout=20)
-            connection.close()
+            silent.settimeout(20)
+            with killed_in_the_end([sys.executable, "-c", program]) as user:
+                connection, _ = silent.accept()
+                with connection:
+                    user.send_signal(signal.SIGINT)
+                    out, error = user.communicate(timeout=20)
             assert (user.returncode, out, error) == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["rm", "--all", "--yes", "--tenant", ""],
+        ["put", "x.safetensors", "--name="],
+        ["prefetch", "n", "--to", ""],
+        ["pin", "n", "--ttl", "1h", "--on", ""],
+        ["weights", "pin", "m", "--ttl", "1h", "--on", ""],
+        ["get", "n", "x.safetensors", "--tensor", ""],
+        ["plan", "run", "x.json", "--key", ""],
+        ["worker", "--token-file", ""],
+        ["store", "--tls-ca", ""],
+        ["store", "--data", "", "restore", "file"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_an_empty_flag_never_means_the_default(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """It is what is left of a shell variable that is not set: another tenant's artifacts would go, or a port be open to all."""
+    status, err = fails(capsys, *words)
+    assert status == 2 and re.search(r"argument --[a-z-]+: is empty; give it a value, or leave it out", err), err

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -21,10 +22,11 @@ from tensorcast_connector import cli_callers, cli_service
 from tensorcast_connector.cli import main
 from tensorcast_connector.cli_callers import as_age, parse_seconds, sockets_of_workers
 from tensorcast_connector.cli_plan import FileStep, run_plan
-from tensorcast_connector.client.files import encode_file_header, read_tensors
+from tensorcast_connector.client.files import read_tensors
 from tensorcast_connector.client.instance import InstanceLink, StepContext
 from tensorcast_connector.client.plan import CallContext
 from tensorcast_connector.core.artifact import layout
+from tensorcast_connector.core.safetensors import encode_file_header
 from tensorcast_connector.errors import ConfigError
 from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.wire.messages import AttachInstance
@@ -143,6 +145,27 @@ def test_put_get_and_ls(caller: Caller, tmp_path: Path) -> None:
     assert identity in caller.done("ls", "org/") and caller.run("ls", "other/") == (0, "", "no artifacts\n")
     documented = section("commands.md", "What `--json` says")
     assert all(f"`{name}`" in documented for name in (*said, *listed))
+
+
+def test_some_tensors_wherever_the_flag_stands(caller: Caller, tmp_path: Path) -> None:
+    caller.done("put", model(tmp_path / "x.safetensors", 31), "--name", "m")
+    out = str(tmp_path / "y")
+    for words, names in [
+        (["m", "--tensor", "bias", out], {"bias"}), (["--tensor", "bias", "m", out], {"bias"}), (["m", out, "--tensor=w"], {"w"}),
+        (["m", "--tensor", "bias", "--tensor", "w", out], {"bias", "w"}), (["m", out, "--tensor", "bias", "w"], {"bias", "w"}),
+        (["m", out, "--tensor=w", "bias", "--tenant", caller.tenant], {"bias", "w"}),
+    ]:  # fmt: skip
+        assert caller.run("get", *words) == (0, "", "")
+        assert set(bytes_of(tmp_path / "y")) == names, words
+    (tmp_path / "y").unlink()
+    for words, message in [
+        (["m", "--tensor", "bias", "w", out], "unrecognized arguments"), (["m", out, "w", "--tensor", "bias"], "unrecognized"),
+        (["m", out, "w"], "unrecognized"), (["m", "--tensor", "bias"], "required: OUT.safetensors"),
+        (["m", out, "--tensor"], "expected one argument"), (["m", out, "--tensor", "bias", "w", "--none"], "unrecognized"),
+    ]:  # fmt: skip
+        status, line = caller.fails("get", *words)
+        assert status == 2 and message in line
+    assert not (tmp_path / "y").exists() and not (tmp_path / "w").exists()
 
 
 def test_a_worker_elsewhere_and_over_tcp(caller: Caller, tmp_path: Path) -> None:
@@ -482,3 +505,35 @@ def test_a_name_of_several_goes_alone(caller: Caller, tmp_path: Path) -> None:
     assert (status, err) == (0, "v8: this name is gone; the artifact stays under v7\n")
     assert [each["names"] for each in caller.listed().values()] == [["v7"]]
     assert caller.run("rm", "v7") == (0, "", "") and not caller.listed()
+
+
+def test_a_dead_worker_and_how_long_a_command_may_take(caller: Caller, tmp_path: Path) -> None:
+    path = model(tmp_path / "x.safetensors", 32)
+    caller.done("put", path, "--name", "m", "--timeout", "30")
+    caller.done("get", "m", str(tmp_path / "y"), "--timeout", "1m")
+    dead = caller.site.add("dead")
+    until_blocking(lambda: caller.run("prefetch", "m", "--to", "dead")[0] == 0)
+    dead.running.process.kill()
+    dead.running.process.wait()
+    for command in (
+        ["prefetch", "m", "--to", "dead"],
+        ["pin", "m", "--on", "dead", "--ttl", "9"],
+        ["unpin", "m", "--on", "dead"],
+    ):
+        status, line = caller.fails(*command)
+        assert status == 1 and "dead" in line and "those that answer are a, b" in line and "deadline" not in line, line
+    steps = [{"operation": "prefetch", "target": target, "arguments": {"artifact": "m"}} for target in ("b", "dead")]
+    (tmp_path / "plan").write_text(json.dumps({"steps": steps}))
+    status, _, err = caller.run("plan", "run", str(tmp_path / "plan"), "--key", "k", "--timeout", "9")
+    note, end = err.splitlines()
+    assert status == 1 and end.startswith("tensorcast plan: ") and "step 1 (prefetch on dead)" in end, err
+    assert re.match(
+        r"step 1 \(prefetch on dead\): (there is no worker 'dead'|worker 'dead' does not answer \(.*\)); it is tried until "
+        r"the plan's deadline, and `tensorcast plan cancel k` ends it$", note
+    ), note  # fmt: skip
+    for command in (["prefetch", "m", "--to", "b"], ["put", path], ["get", "m", str(tmp_path / "z")]):
+        assert caller.fails(*command, "--timeout", "soon")[1].endswith("or for example 15m, 24h or 7d\n")
+    status, line = caller.fails("put", path, "--timeout", "0.000001")
+    assert (status, line) == (1, f"tensorcast put: the put of {path} has not ended within 1e-06 s\n")
+    assert caller.fails("get", "m", str(tmp_path / "z"), "--timeout", "0.000001")[0] == 1
+    assert not (tmp_path / "z").exists() and not list(tmp_path.glob(".*.partial"))

@@ -6,18 +6,15 @@ from typing import Any
 import pytest
 
 from tensorcast_connector.config import (
-    StoreConfig,
-    WorkerConfig,
-    config_from_file,
     default_cache_dir,
     default_runtime_dir,
     parse_address,
     parse_endpoints,
-    parse_roles,
     parse_size,
 )
 from tensorcast_connector.engines.options import ConnectorConfig
 from tensorcast_connector.errors import ConfigError
+from tensorcast_connector.settings import StoreConfig, WorkerConfig, config_from_file, parse_roles
 from tensorcast_connector.types import Address
 
 
@@ -119,8 +116,8 @@ def test_a_store_on_etcd(tmp_path: Path) -> None:
         ('advertize = "h:1"', r"unknown key 'advertize'; did you mean 'advertise'\?"),
         (
             "zzz = 1",
-            "unknown key 'zzz'; known keys: advertise, arena_bytes, artifact_bytes, listen, metrics, name, page_age_max_s, "
-            "roles, socket, store, tls_ca, tls_cert, tls_key, token_file",
+            "unknown key 'zzz'; known keys: advertise, arena_bytes, artifact_bytes, device_bytes, devices, listen, metrics, "
+            "name, page_age_max_s, roles, socket, store, tenant_bytes_max, tls_ca, tls_cert, tls_key, token_file",
         ),
         ("[worker]\nname = 'n'", "unknown key 'worker'"),
         ("name = 1", "name=1 should be text in quotes"),

@@ -33,10 +33,12 @@ from tensorcast_connector.cli_doctor_host import (
 from tensorcast_connector.errors import Unavailable
 from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.wire.messages import PROTOCOL_VERSION
+from tensorcast_connector.wire.tokens import Access, tenant_token
 from tensorcast_connector.worker.server import Worker
 from tests.cluster import Cluster, plane, quick
 from tests.documented import section
 from tests.loops import quiet_loop
+from tests.net.certificates import make_authorities, of
 from tests.waiting import until
 
 __all__ = ["quick", "quiet_loop"]
@@ -193,6 +195,53 @@ async def test_a_store_that_is_away(cluster: Cluster) -> None:
     one(found["store"], "problem", "127.0.0.1:1 does not answer", "firewall")
     one(found["workers"], "ok", a.worker_id)
     one((await examine(cluster, a, str(a.address)))["store"], "problem", "it is a worker")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guard", ["token", "tls"])
+async def test_flags_that_are_missing_are_not_taken_for_a_network_that_is_down(
+    guard: str, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_authorities(tmp_path)
+    token = Access("a token that nobody guesses")
+    guarded = SocketNetwork(token) if guard == "token" else of(tmp_path, "a")
+    cluster = Cluster(guarded, tmp_path)
+    try:
+        a, b = await start(cluster, "a", "b")
+        store = str(cluster.store_address)
+        strangers = {
+            "token": [(SocketNetwork(), "this cluster wants a token (--token-file"), (of(tmp_path, "a"), "does not speak TLS"),
+                      (SocketNetwork(Access(tenant_token(token.token, "t")), None, "t"), "the token of tenant 't'")],
+            "tls": [(SocketNetwork(), "wants TLS, and the caller came without: give it --tls-cert, --tls-key and --tls-ca"),
+                    (of(tmp_path, "b"), "is --tls-ca the authority of that cluster"),
+                    (of(tmp_path, "old", "a"), "old.pem (certificate has expired)")],
+        }[guard]  # fmt: skip
+        for network, why in strangers:
+            found = await Doctor(str(a.socket), store, Machine(), network, random.Random(1)).examine()
+            bad = [each for each in found if each.level == "problem" and each.check not in ("vllm", "packages")]
+            assert [each.check for each in bad] == ["store", "workers", "workers"], bad
+            for each, who in zip(
+                bad, (store, f"{a.worker_id} at {a.address}", f"{b.worker_id} at {b.address}"), strict=True
+            ):
+                one(
+                    each,
+                    "problem",
+                    f"{who} refuses this command",
+                    why,
+                    "--token-file, --tls-cert, --tls-key and --tls-ca",
+                )
+                assert "firewall" not in each.text
+            monkeypatch.setattr(cli_doctor, "STORE", store)
+            [said] = [each for each in await Doctor(str(a.socket), "", Machine(), network, random.Random(1)).examine()
+                      if each.check == "store"]  # fmt: skip
+            one(said, "problem", f"{store} refuses this command", why)
+            [said] = [each for each in await Doctor(str(b.address), store, Machine(), network, random.Random(1)).examine()
+                      if each.check == "worker"]  # fmt: skip
+            one(said, "problem", f"{b.address} refuses this command", why)
+        found = await Doctor(str(a.socket), store, Machine(), guarded, random.Random(1)).examine()
+        assert not [each for each in found if each.check in ("store", "workers") and each.level != "ok"]
+    finally:
+        await cluster.close()
 
 
 async def test_a_worker_in_no_cluster(cluster: Cluster) -> None:

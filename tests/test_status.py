@@ -20,7 +20,7 @@ from rich.console import Console
 from tensorcast_connector import cli_status
 from tensorcast_connector.cli import main
 from tensorcast_connector.cli_status import StatusCommand, as_json
-from tensorcast_connector.cli_tables import as_tables, printable
+from tensorcast_connector.cli_tables import as_size, as_tables, printable
 from tensorcast_connector.client.status import ClusterStatus, StatusReader, WorkerStatus, read_story
 from tensorcast_connector.core.cluster import ClusterView, ShardHolder
 from tensorcast_connector.errors import ConfigError, Unavailable
@@ -75,13 +75,19 @@ async def test_the_whole_picture(cluster: Cluster) -> None:
     b.peers.add(ReplicaRecord("sha:1", b.worker_id, "disk", 3 << 30))
     await until(lambda: len(plane(b).view.replicas.get("sha:1", ())) == 2 and plane(b).view.instances)
     a._sampler.measure()
+    upload = await a.artifacts.open_upload("caller", 3 << 19)
     status = await reader(cluster).status()
+    a.artifacts.abort(upload)
     shown = text(status, cluster.now())
     cells = table_row(shown, a.worker_id)
-    assert cells[1:9] == [
-        str(a.address), "basic shard-home", str(PROTOCOL_VERSION), "50% of 4 MiB", "2", "25%", "-", "0%",
+    assert cells[1:10] == [
+        str(a.address), "basic gateway shard-home", str(PROTOCOL_VERSION), "50% of 4 MiB", "2", "1.5 MiB of 64 MiB", "25%",
+        "-", "0%",
     ]  # fmt: skip
-    assert int(cells[9]) == len(plane(a).leases.held) and re.fullmatch(r"\d\.\d s", cells[10])
+    assert int(cells[10]) == len(plane(a).leases.held) and re.fullmatch(r"\d\.\d s", cells[11])
+    assert table_row(shown, b.worker_id)[6] == "0 B of 64 MiB"
+    said = {each["worker_id"]: each for each in as_json(status, cluster.now(), 0.0)["workers"]}[a.worker_id]
+    assert (said["artifact_bytes_used"], said["artifact_bytes_max"]) == (3 << 19, 64 << 20)
     assert table_row(shown, "i-1") == ["i-1", "vllm", "a/model[bold]", a.worker_id], "names are no markup"
     assert table_row(shown, "sha:1") == ["sha:1", "2", "3.00 GiB", f"{a.worker_id} (memory), {b.worker_id} (disk)"]
     shards = shown.split("Shards (8)")[1]
@@ -92,6 +98,17 @@ async def test_the_whole_picture(cluster: Cluster) -> None:
     every = text(status, cluster.now(), every_shard=True).split("Shards (8)")[1]
     token = plane(a).view.shards[3].token
     assert table_row(every, "3 ") == ["3", cluster.at(3).worker_id, f"{token.incarnation}/{token.revision}"]
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [
+        (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2464, "2.4 KiB"), (1 << 20, "1 MiB"), (3 << 19, "1.5 MiB"),
+        (64 << 20, "64 MiB"), (1000 << 20, "1000 MiB"), (1 << 30, "1.00 GiB"), (3 << 29, "1.50 GiB"), (5 << 40, "5.00 TiB"),
+    ],
+)  # fmt: skip
+def test_sizes_are_in_the_unit_that_fits(size: int, shown: str) -> None:
+    assert as_size(size) == shown
 
 
 AWKWARD = ["a\\", "\\[red]", "[red]x", "[/]", "[link=http://a]b", ":rocket:", "a\\\\b", "n" * 3000]
@@ -116,7 +133,7 @@ def one_worker(name: str, error: str = "") -> ClusterStatus:
 def test_names_are_shown_letter_by_letter(name: str) -> None:
     shown = text(one_worker(name), 0.0)
     cells = table_row(shown, f"{name}/1")
-    assert cells[:4] == [f"{name}/1", f"{name}:1", "basic", "2"] and cells[10] == f"unreachable: {name}"
+    assert cells[:4] == [f"{name}/1", f"{name}:1", "basic", "2"] and cells[11] == f"unreachable: {name}"
     assert table_row(shown, f"i-{name}") == [f"i-{name}", name, name, f"{name}/1"]
     assert table_row(shown, f"gone {name}") == [f"gone {name} (has left)", "1", "1"]
     assert table_row(shown, f"sha:{name}") == [f"sha:{name}", "1", "1.00 GiB", f"{name}/1 ({name})"]
@@ -127,7 +144,7 @@ def test_names_are_shown_letter_by_letter(name: str) -> None:
 def test_nothing_in_a_name_is_obeyed_by_a_terminal() -> None:
     shown = text(one_worker("a\x1b[2J\n\r\t\x07\x9b\u202e\udc80b", "one\ntwo"), 0.0)
     name = "a\\x1b[2J\\n\\r\\t\\x07\\x9b\\u202e\\udc80b"
-    assert table_row(shown, f"{name}/1")[10] == r"unreachable: one\ntwo"
+    assert table_row(shown, f"{name}/1")[11] == r"unreachable: one\ntwo"
     assert table_row(shown, f"i-{name}")[1:] == [name, name, f"{name}/1"]
     assert all(each.isprintable() for each in shown.splitlines())
     assert printable("日本 é\\") == "日本 é\\", "what has a picture stays"
@@ -144,7 +161,7 @@ def test_when_it_was_read_is_above_the_tables() -> None:
 
 @pytest.mark.slow
 async def test_the_object_is_the_documented_one(cluster: Cluster) -> None:
-    (a, b), (at_a, _) = await cluster.pair()
+    (a, b), (at_a, _) = await cluster.pair(devices="host:0")
     await at_a.client.call(AttachInstance("i-1", "vllm", "m", "n"), Ok, T)
     a.peers.add(ReplicaRecord("sha:1", a.worker_id, "memory", 3))
     await until(lambda: plane(b).view.replicas and plane(b).view.instances)
@@ -170,6 +187,8 @@ async def test_the_object_is_the_documented_one(cluster: Cluster) -> None:
     assert names(of_signals) == set(worker["signals"])
     values = set(re.findall(r"`([\w]+)`", documented.split("`values` holds")[1]))
     assert values == set(worker["signals"]["values"])
+    of_devices = next(row for row in rows(of_signals) if row[0] == "`values`")[2]
+    assert set(re.findall(r"`(\w+)`", of_devices)) == {"devices", *worker["signals"]["values"]["devices"]["host:0"]}
     for field in ("instances", "shards", "replicas"):
         row = next(row for row in rows(top) if row[0] == f"`{field}`")
         assert set(re.findall(r"`(\w+)`", row[2])) == set(found[field][0])
@@ -192,7 +211,7 @@ async def test_a_worker_that_cannot_be_reached_is_listed_as_it_was(cluster: Clus
     assert (lost["reachable"], lost["signals"], lost["age_s"]) == (False, None, None)
     assert lost["shards"] == held and lost["arena_bytes"] == 4 << 20 and "cannot connect" in lost["error"]
     cells = table_row(text(status, cluster.now()), b.worker_id)
-    assert cells[3:9] == [str(PROTOCOL_VERSION), "4 MiB", "-", "-", "-", "-"] and cells[10].startswith(
+    assert cells[3:10] == [str(PROTOCOL_VERSION), "4 MiB", "-", "-", "-", "-", "-"] and cells[11].startswith(
         "unreachable: cannot connect"
     )
     assert next(each for each in found["workers"] if each["worker_id"] == a.worker_id)["reachable"]
@@ -302,6 +321,7 @@ def test_nobody_there_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([*args, "--store", "127.0.0.1:1"]) == 1
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and "tensorcast status: cannot connect to 127.0.0.1:1" in err
+        assert "no store answers; lookups, reads and transfers of the workers go on without it" in err
     assert main(["story", "x", "--worker", "127.0.0.1:1"]) == 1
     assert "tensorcast story: cannot connect to 127.0.0.1:1" in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from demo.processes import terminated_as_exit
 from rich.console import Console
 
-from benchmarks import metadata, service
+from benchmarks import metadata, router, service, sglang, weights
 from benchmarks.face import BenchError, Row, show
 
 Say = Callable[[str], None]
@@ -23,8 +23,45 @@ def _service(quick: bool, install_peers: bool, say: Say) -> list[Row]:  # noqa: 
     return service.run(service.QUICK if quick else service.FULL, say)
 
 
-BENCHMARKS: dict[str, Run] = {"metadata": _metadata, "service": _service}
+def _router(quick: bool, install_peers: bool, say: Say) -> list[Row]:  # noqa: ARG001 - pip installs its peers
+    return router.run(router.QUICK if quick else router.FULL, say)
+
+
+def _weights(quick: bool, install_peers: bool, say: Say) -> list[Row]:  # noqa: ARG001 - pip installs its peers
+    return weights.run(weights.QUICK if quick else weights.FULL, say)
+
+
+def _sglang(quick: bool, install_peers: bool, say: Say) -> list[Row]:
+    return sglang.run(sglang.QUICK if quick else sglang.FULL, install_peers, say)
+
+
+BENCHMARKS: dict[str, Run] = {
+    "metadata": _metadata,
+    "router": _router,
+    "service": _service,
+    "sglang": _sglang,
+    "weights": _weights,
+}
 """Every NAME, one module each."""
+
+
+def _router_parts(quick: bool, say: Say, parts: Sequence[str]) -> list[Row]:
+    return router.run(router.QUICK if quick else router.FULL, say, parts)
+
+
+def _weights_parts(quick: bool, say: Say, parts: Sequence[str]) -> list[Row]:
+    return weights.run(weights.QUICK if quick else weights.FULL, say, parts)
+
+
+PARTS: dict[str, tuple[list[str], Callable[[bool, Say, Sequence[str]], list[Row]]]] = {
+    "router": (list(router.PARTS), _router_parts),
+    "weights": (list(weights.PARTS), _weights_parts),
+}
+"""Which NAMEs can be run in parts: their names, and what runs some of them."""
+
+
+def _parts() -> str:
+    return "; ".join(f"{name}: {', '.join(parts)}" for name, (parts, _) in PARTS.items())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--install-peers", action="store_true", help="install a peer's Debian package that is missing (as root)"
     )
+    parser.add_argument("--figures", action="store_true", help="with weights: the paper's figures in its shape")
+    parser.add_argument("--part", action="append", help=f"these rows alone (may be repeated): {_parts()}")
     args = parser.parse_args(argv)
+    parts, run_parts = PARTS.get(args.name, ([], None))
+    for each in args.part or ():
+        if each not in parts:
+            parser.error(f"{args.name} has no part {each!r}; there are: {_parts()}")
+    if args.figures and args.name != "weights":
+        parser.error("--figures goes with weights")
     console = Console() if sys.stdout.isatty() else Console(width=200)
 
     def say(text: str) -> None:
@@ -48,7 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         with terminated_as_exit():
-            rows = BENCHMARKS[args.name](args.quick, args.install_peers, say)
+            if args.figures:
+                rows = weights.figures(args.quick, say)
+            elif args.part and run_parts is not None:
+                rows = run_parts(args.quick, say, args.part)
+            else:
+                rows = BENCHMARKS[args.name](args.quick, args.install_peers, say)
     except BenchError as error:
         say(str(error))
         return 2

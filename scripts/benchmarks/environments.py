@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.face import BenchError
@@ -10,8 +11,19 @@ ROOT = Path(__file__).resolve().parents[2]
 INSTALL_TIMEOUT_S = 600.0
 
 
-def python_of(name: str, requirements: Path, folder: Path = ROOT / ".peers") -> Path:
+def python_of(
+    name: str,
+    requirements: Path,
+    folder: Path = ROOT / ".peers",
+    alone: Sequence[str] = (),
+    *,
+    interpreter: str | None = None,
+) -> Path:
     """The interpreter of the environment; it is made, or made anew, unless it is there with these requirements.
+
+    Args:
+        alone: packages that are installed after the others, without what they say they require.
+        interpreter: the Python that it is made with; None: this one.
 
     Raises:
         BenchError: it cannot be made, for example without a network; with the last line of what pip said.
@@ -19,12 +31,14 @@ def python_of(name: str, requirements: Path, folder: Path = ROOT / ".peers") -> 
     environment = folder / name
     python = environment / "bin" / "python"
     stamp = environment / "installed"
-    wanted = f"{sys.version}\n{requirements.read_text()}"
+    wanted = "\n".join([interpreter or sys.version, requirements.read_text(), *alone])
     if stamp.exists() and stamp.read_text() == wanted and python.exists():
         return python
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "-q", "install"]
     commands: list[list[str]] = [
-        [sys.executable, "-m", "venv", "--clear", str(environment)],
-        [str(python), "-m", "pip", "--disable-pip-version-check", "-q", "install", "-r", str(requirements)],
+        [interpreter or sys.executable, "-m", "venv", "--clear", str(environment)],
+        [*pip, "-r", str(requirements)],
+        *([[*pip, "--no-deps", *alone]] if alone else []),
     ]
     for command in commands:
         try:

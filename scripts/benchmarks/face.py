@@ -19,17 +19,21 @@ class BenchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a row has to reach: `ours`, or the `ratio` of ours to the limit, at most or at least so much."""
+    """What has to be at most, less than or at least so much: `ours`, its `ratio` to the limit, that to each of the `peers`, or
+    that to the `best peer`, the one with the lowest median. Where no peer runs the last asks for nothing."""
 
-    of: Literal["ours", "ratio"]
-    side: Literal["<=", ">="]
+    of: Literal["ours", "ratio", "peers", "best peer"]
+    side: Literal["<=", "<", ">="]
     value: float
 
     def __str__(self) -> str:
-        return f"{self.of} {self.side} {self.value:,.10g}"
+        of = "each ratio to a peer" if self.of == "peers" else self.of
+        return f"{of} {self.side} {self.value:,.10g}"
 
     def holds(self, value: float) -> bool:
         """Whether it is reached."""
+        if self.side == "<":
+            return value < self.value
         return value <= self.value if self.side == "<=" else value >= self.value
 
 
@@ -41,9 +45,12 @@ class Row:
         ours: the median of all runs.
         peers: the same of each peer, or why it could not run here.
         limit: the same of what cannot be beaten; None: there is nothing of the kind.
-        ratio: the median of ours divided by the limit of the same run.
-        target: what has to be reached; None: the row is for information, and holds.
+        ratio: the median of ours divided by the limit of the same run, or by the best peer of the same run if the target is
+            of that.
+        target: what has to be reached; None: the row is for information, and holds. So is one whose target is of the best
+            peer where no peer runs.
         spread: the range of ours in all runs, divided by the median.
+        values: of each run in turn: ours, the limit, and what ran beside them; only in the JSON.
     """
 
     row: str
@@ -56,6 +63,7 @@ class Row:
     holds: bool
     runs: int
     spread: float
+    values: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def line(self) -> str:
         """One line of JSON."""
@@ -68,10 +76,12 @@ class Figure:
 
     row: str
     unit: str
-    target: Target | None
+    target: Target | Sequence[Target] | None
     ours: list[float] = field(default_factory=list)
     limit: list[float] = field(default_factory=list)
     peers: dict[str, list[float]] = field(default_factory=dict)
+    beside: dict[str, list[float]] = field(default_factory=dict)
+    """Further figures of ours, shown among the peers and not judged."""
 
     def add(self, system: str, value: float) -> None:
         """A value of "ours", of the "limit", or of a peer."""
@@ -95,26 +105,49 @@ class Figure:
             raise BenchError(f"{self.row}: {len(self.ours)} values of ours and {len(self.limit)} of the limit")
         median = statistics.median(self.ours)
         ratio = None
-        if self.limit:
+        targets = (self.target,) if isinstance(self.target, Target) else tuple(self.target or ())
+        if any(target.of == "best peer" for target in targets):
+            if self.peers:
+                ratio = self._ratio_to_best()
+            else:
+                targets = tuple(target for target in targets if target.of != "best peer")
+        elif self.limit:
             ratio = statistics.median(ours / limit for ours, limit in zip(self.ours, self.limit, strict=True))
-        holds = True
-        if self.target is not None:
-            judged = median if self.target.of == "ours" else ratio
-            if judged is None:
-                raise BenchError(f"{self.row}: a ratio is to be judged, and there is no limit")
-            holds = self.target.holds(judged)
+        holds = all(target.holds(judged) for target in targets for judged in self._judged(target, median, ratio))
+        shown = {**self.peers, **self.beside}
         return Row(
             row=self.row,
             unit=self.unit,
             ours=median,
-            peers={**{name: statistics.median(values) for name, values in self.peers.items()}, **missing},
+            peers={**{name: statistics.median(values) for name, values in shown.items()}, **missing},
             limit=statistics.median(self.limit) if self.limit else None,
             ratio=ratio,
-            target=None if self.target is None else str(self.target),
+            target=" and ".join(map(str, targets)) or None,
             holds=holds,
             runs=len(self.ours),
             spread=(max(self.ours) - min(self.ours)) / median if median else 0.0,
+            values={OURS: self.ours, LIMIT: self.limit, **shown} if self.limit else {OURS: self.ours, **shown},
         )
+
+    def _ratio_to_best(self) -> float:
+        """Ours to the peer with the lowest median, in the same runs."""
+        best = min(self.peers.values(), key=statistics.median)
+        return statistics.median(ours / peer for ours, peer in zip(self.ours, best, strict=True))
+
+    def _judged(self, target: Target, median: float, ratio: float | None) -> list[float]:
+        """What the target is held against."""
+        if target.of == "ours":
+            return [median]
+        if target.of in ("ratio", "best peer"):
+            if ratio is None:
+                raise BenchError(f"{self.row}: a ratio is to be judged, and there is no limit")
+            return [ratio]
+        return [
+            statistics.median(ours / peer for ours, peer in zip(self.ours, values, strict=True))
+            if len(values) == len(self.ours)
+            else median / statistics.median(values)  # it failed in some runs
+            for values in self.peers.values()
+        ]
 
 
 def number(value: float | None) -> str:
@@ -126,16 +159,16 @@ def number(value: float | None) -> str:
 
 def show(rows: Sequence[Row], console: Console) -> None:
     """A table, and below it why a peer is not in it."""
-    names = list(dict.fromkeys(name for row in rows for name in row.peers))
-    table = Table()
-    for heading in ("row", "unit", "ours", "limit", "ratio", *names, "target", "holds", "runs", "spread"):
-        table.add_column(Text(heading))
+    table = Table(show_lines=True)
+    for heading in ("row", "unit", "ours", "limit", "ratio", "beside it", "target", "holds", "runs", "spread"):
+        table.add_column(Text(heading), no_wrap=heading in ("ours", "limit", "ratio", "beside it"))
     for row in rows:
-        peers = [row.peers.get(name) for name in names]
-        cells = ["not run" if isinstance(value, str) else number(value) for value in peers]
+        beside = "\n".join(
+            f"{name} {'not run' if isinstance(value, str) else number(value)}" for name, value in row.peers.items()
+        )
         figures = [number(row.ours), number(row.limit), "-" if row.ratio is None else f"{row.ratio:.2f}"]
         holds = Text("-" if row.target is None else "yes" if row.holds else "no", "" if row.holds else "bold red")
-        texts = (row.row, row.unit, *figures, *cells, row.target or "-")
+        texts = (row.row, row.unit, *figures, beside or "-", (row.target or "-").replace(" and ", "\n"))
         table.add_row(*map(Text, texts), holds, str(row.runs), f"{row.spread:.0%}")
     console.print(table)
     reasons = {name: why for row in rows for name, why in row.peers.items() if isinstance(why, str)}

@@ -1,9 +1,9 @@
 """`scripts/bench metadata`: how fast one shard home looks pages up and takes reports, and what a page costs it.
 
 Everything runs in real processes over loopback TCP: a store and a worker as `tensorcast` starts them, with 1,000,000 pages
-reported to it by members of its cluster; the same index behind grpc.aio, in a redis-server, and as a dictionary on bare
-frames; and a bare echo of frames of the same sizes, which is the limit. A second echo goes through our own frames and streams:
-what it is slower than the first is the price of the transport, the rest that of messages and index.
+reported to it by members of its cluster; the same pages in a dictionary behind grpc.aio, in a redis-server, and in a
+dictionary on bare frames; and a bare echo of frames of the same sizes, which is the limit. A second echo goes through our own
+frames and streams: what it is slower than the first is the price of the transport, the rest that of messages and index.
 
 Servers are kept on one CPU and clients on another, since two CPUs that wake each other and one that switches between both
 give quite different figures. The systems take turns within each run. Other work on the machine shows in the spread.

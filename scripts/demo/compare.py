@@ -191,8 +191,12 @@ def _positions(logprobs: Mapping[str, Any]) -> list[Position]:
 
 
 def client() -> aiohttp.ClientSession:
-    """An HTTP client with the time-out of a long prompt on a slow machine."""
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S))
+    """An HTTP client with the time-out of a long prompt on a slow machine.
+
+    Each request has a connection of its own: after a pause an engine closes idle ones, also while they are being used again.
+    """
+    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+    return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(force_close=True))
 
 
 async def refer(plain: Api, prompts: Sequence[Sequence[int]], tokens: int = 16) -> list[Reference]:

@@ -82,6 +82,8 @@ class Recipe:
 RECIPES = {
     "tiny": Recipe("tiny", hidden_size=256, layers=4, heads=8, kv_heads=4, head_dim=32),
     "small": Recipe("small", hidden_size=512, layers=8, heads=8, kv_heads=4, head_dim=64),
+    "medium": Recipe("medium", hidden_size=1024, layers=12, heads=16, kv_heads=8, head_dim=64),
+    "large": Recipe("large", hidden_size=1536, layers=16, heads=24, kv_heads=8, head_dim=64),
 }
 
 

@@ -23,16 +23,20 @@ class Started:
 
 
 def store(
-    supervisor: Supervisor, name: str = "store", address: str = "127.0.0.1:0", options: Sequence[str] = ()
-) -> Started:
-    """Start a store with its data in the run's folder, or where `options` say: `["store"]` is its address."""
+    supervisor: Supervisor, name: str = "store", address: str = "127.0.0.1:0", options: Sequence[str] = (),
+    prefix: Sequence[str] = (),
+) -> Started:  # fmt: skip
+    """Start a store, by the command `prefix` if any: `["store"]` is its address.
+
+    Its data are in the run's folder, or where `options` say.
+    """
     where = options or ["--data", str(supervisor.folder / name)]
-    return _start(supervisor, name, ["tensorcast", "store", "--listen", address, *where])
+    return _start(supervisor, name, ["tensorcast", "store", "--listen", address, *where], prefix)
 
 
 def worker(
     supervisor: Supervisor, store_address: str, name: str = "worker", arena: str = "1GiB", socket: str = "",
-    listen: str = "127.0.0.1:0", prefix: Sequence[str] = (),
+    listen: str = "127.0.0.1:0", prefix: Sequence[str] = (), options: Sequence[str] = (),
 ) -> Started:  # fmt: skip
     """Start a worker: `["worker"]` is what an engine attaches to, `["peer"]` what other workers ask.
 
@@ -45,20 +49,25 @@ def worker(
             of more than 107 bytes cannot be a Unix socket.
         listen: where other workers reach it.
         prefix: a command that runs it, for example in another network namespace.
+        options: further ones of the command.
     """
     if not socket:
         folder = Path(tempfile.mkdtemp(prefix="tensorcast-"))
         supervisor.cleanup(folder)
         socket = f"unix:{folder}/worker.sock"
     command = ["tensorcast", "worker", "--store", store_address, "--name", name, "--listen", listen]
-    return _start(supervisor, name, [*command, "--socket", socket.removeprefix("unix:"), "--arena", arena], prefix)
+    return _start(
+        supervisor, name, [*command, "--socket", socket.removeprefix("unix:"), "--arena", arena, *options], prefix
+    )
 
 
 def up(supervisor: Supervisor, name: str = "up", arena: str = "1GiB") -> Started:
     """Start a store and a worker in one process."""
     folder = Path(tempfile.mkdtemp(prefix="tensorcast-"))
     supervisor.cleanup(folder)
-    return _start(supervisor, name, ["tensorcast", "up", "--dir", str(folder), "--arena", arena])
+    return _start(
+        supervisor, name, ["tensorcast", "up", "--dir", str(folder), "--store-listen", "127.0.0.1:0", "--arena", arena]
+    )
 
 
 def router(supervisor: Supervisor, engines: Sequence[str], policy: str, name: str = "router", port: int = 0) -> Started:
@@ -69,13 +78,13 @@ def router(supervisor: Supervisor, engines: Sequence[str], policy: str, name: st
     return _start(supervisor, name, command)
 
 
-def connector(worker_address: str) -> dict[str, Any]:
-    """The engine's `--kv-transfer-config` that attaches it to a worker."""
+def connector(worker_address: str, **settings: Any) -> dict[str, Any]:
+    """The engine's `--kv-transfer-config` that attaches it to a worker, with further settings of the connector."""
     return {
         "kv_connector": "TensorcastConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"worker": worker_address},
+        "kv_connector_extra_config": {"worker": worker_address, **settings},
     }
 
 

@@ -7,10 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import tensorcast_connector as tensorcast
-from tensorcast_connector.config import parse_address
-from tensorcast_connector.net.sockets import SocketNetwork
+from tensorcast_connector.adaptor import attach_instance
 from tensorcast_connector.testing.engine import FakeEngine
-from tensorcast_connector.wire.messages import AttachInstance
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +39,10 @@ async def attached(workers: list[str], tp_size: int = 1) -> AsyncIterator[list[E
             session = await stack.enter_async_context(await tensorcast.connect(worker))
             adaptor = FakeEngine(session, number % tp_size, tp_size)
             instance = f"example-{number}-{random.getrandbits(32):08x}"
-            listed = AttachInstance(instance, "fake", "example", "example")
-            link = tensorcast.InstanceLink(
-                SocketNetwork(), parse_address(worker, "worker"), listed, adaptor, random.Random()
+            link = await attach_instance(
+                worker, adaptor, instance_id=instance, engine="fake", model="example", namespace="example"
             )
-            await link.start()
-            stack.push_async_callback(link.close)
+            await stack.enter_async_context(link)
             async for seen in session.watch(interval_s=0.5):
                 if any(each.instance_id == instance for each in seen.instances):
                     break

@@ -1,9 +1,10 @@
-"""Trainer to engine: each version of a policy is put once, and every rank of the rollout engine takes its share of it.
+"""Trainer to engine: each version of a policy is published once, and every rank of the rollout engine takes its share of it.
 
     PYTHONPATH=scripts .venv/bin/python -m examples.trainer unix:/run/tensorcast/worker.sock ...
 
 The trainer has whole tensors, the engine two tensor-parallel ranks; the pool cuts them (`view`), so that neither knows the
-other's layout. The name `policy:latest` moves with each version, and versions before the last two are deleted.
+other's layout. Only tensors that have changed are moved. The name `policy` moves with each version, and of the versions before it
+one is kept.
 """
 
 import asyncio
@@ -20,26 +21,26 @@ KEPT = 2
 
 def policy(version: int) -> dict[str, np.ndarray]:
     """What the trainer has after `version` rounds."""
-    return {f"layer.{number}": np.full((64, 32), 100 * version + number, np.float32) for number in range(4)}
+    layers = {f"layer.{number}": np.full((64, 32), 100 * version + number, np.float32) for number in range(4)}
+    return {**layers, "frozen": np.full((64, 32), 7, np.float32)}
 
 
 async def train(engines: list[Engine]) -> int:
     """Publishes all versions; returns after how many of them every rank had its share of the right one."""
     trainer, right = engines[0].session, 0
-    published: list[tensorcast.Artifact] = []
+    publisher = tensorcast.WeightPublisher(trainer, "policy", keep_last=KEPT)
     for version in range(VERSIONS):
-        published.append(await trainer.put(policy(version), name="policy:latest"))
+        published = await publisher.publish(policy(version), version)
         plan = trainer.plan(tensorcast.CallContext(timeout_s=30))
         for engine in engines:
-            plan.on_instance(engine.instance).transform_into(published[-1], version=str(version))
+            plan.on_instance(engine.instance).transform_into(published.artifact_id, version=str(version))
         await plan.run().result()
-        if len(published) > KEPT:
-            await published.pop(0).delete()
-        print(f"version {version}: {[engine.adaptor.version for engine in engines]}")
+        names = [engine.adaptor.version for engine in engines]
+        print(f"version {version}: {names}, {published.moved_bytes} of {published.bytes} bytes moved")
         right += all(
-            np.array_equal(engine.adaptor.parameters[name], np.split(tensor, TP_SIZE)[rank])
+            np.array_equal(engine.adaptor.parameters[name], np.split(tensor, TP_SIZE)[number % TP_SIZE])
             for name, tensor in policy(version).items()
-            for rank, engine in enumerate(engines)
+            for number, engine in enumerate(engines)
         )
     return right
 

@@ -9,12 +9,28 @@ from typing import Any
 import msgspec
 
 from smetric_router.errors import ConfigError
+from smetric_router.policies.bailian import Bailian
 from smetric_router.policies.base import Policy
+from smetric_router.policies.cache_aware import CacheAware
+from smetric_router.policies.dynamo import Dynamo
 from smetric_router.policies.least_loaded import LeastLoaded
+from smetric_router.policies.lmetric import LMetric
+from smetric_router.policies.power_of_two import PowerOfTwo
+from smetric_router.policies.random_choice import Random
 from smetric_router.policies.round_robin import RoundRobin
+from smetric_router.policies.session_hash import SessionHash
 from smetric_router.policies.smetric import SMetric
+from smetric_router.policies.smetric_basic import SMetricBasic
+from smetric_router.policies.smetric_slo import SMetricSlo
 
-POLICIES: dict[str, type[Policy]] = {kind.name: kind for kind in (SMetric, LeastLoaded, RoundRobin)}
+_OURS = (SMetric, SMetricBasic, SMetricSlo)
+_PUBLISHED = (Bailian, LMetric, LeastLoaded, Dynamo)
+_USUAL = (PowerOfTwo, CacheAware, RoundRobin, Random, SessionHash)
+POLICIES: dict[str, type[Policy]] = {
+    **{kind.name: kind for kind in _OURS},
+    **{kind.name: kind for kind in _PUBLISHED},
+    **{kind.name: kind for kind in _USUAL},
+}
 
 
 def build_policy(name: str, options: Mapping[str, Any]) -> Policy:

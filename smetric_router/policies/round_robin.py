@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from smetric_router.policies.base import next_in_turn
-from smetric_router.types import ClusterView, Decision, RequestInfo
+from smetric_router.policies.base import place_at
+from smetric_router.types import Decision, RequestInfo
+from smetric_router.view import ClusterView
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +13,8 @@ class RoundRobin:
     """argmin of the placements so far, ties in the instances' order: each in its turn, whatever its load.
 
     Inputs: the counter of placements alone.
+
+    Reason: `round-robin`.
 
         policy = "round-robin"
     """
@@ -21,5 +24,4 @@ class RoundRobin:
     def decide(self, request: RequestInfo, view: ClusterView) -> Decision:
         """Choose the next instance in order."""
         del request
-        chosen = next_in_turn(view, view.instances)
-        return Decision(chosen.id, "round-robin", {}, True, view.hits.get(chosen.id, 0))
+        return place_at(view, int(view.placed.argmin()), "round-robin")

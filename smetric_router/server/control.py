@@ -7,9 +7,11 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from smetric_router.errors import UnknownModel
+from smetric_router.errors import UnknownInstance, UnknownModel
+from smetric_router.server.logs import log
 from smetric_router.server.metrics import Metrics
 from smetric_router.state.cluster import ClusterState
+from smetric_router.types import DrainingChanged
 
 OWN_PATHS = frozenset(("/health", "/metrics", "/v1/models", "/docs", "/docs/oauth2-redirect", "/openapi.json"))
 OWN_PREFIXES = ("/v1/models/", "/admin/")
@@ -42,7 +44,7 @@ def build_control(state: ClusterState, metrics: Metrics, clock: Callable[[], flo
     @app.get("/metrics")
     async def prometheus() -> Response:
         """For a Prometheus scraper."""
-        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -62,6 +64,26 @@ def build_control(state: ClusterState, metrics: Metrics, clock: Callable[[], flo
     async def admin_state() -> Response:
         """What the router knows, in figures."""
         return _json(state.statistics(clock()).as_dict())
+
+    @app.post("/admin/drain")
+    async def drain(engine: str) -> Response:
+        """Gives the engine no new requests; those under way go on."""
+        return _set_draining(engine, True)
+
+    @app.post("/admin/resume")
+    async def resume(engine: str) -> Response:
+        """Gives the engine requests again."""
+        return _set_draining(engine, False)
+
+    def _set_draining(engine: str, draining: bool) -> Response:
+        engine = engine.rstrip("/")
+        known = state.statistics(clock()).instances
+        if engine not in known:
+            error = UnknownInstance(f"no engine {engine!r}; known: {', '.join(known)}", param="engine")
+            return Response(error.body(), error.status, media_type="application/json")
+        state.apply(DrainingChanged(engine, draining), clock())
+        log.info("instance draining" if draining else "instance resumed", extra={"fields": {"instance": engine}})
+        return _json({"engine": engine, "draining": draining, "inflight": known[engine].inflight})
 
     return app
 

@@ -1,19 +1,20 @@
 """Keeps the health and the model lists of the instances current: one task per instance, nothing in the request path."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable
 
 import msgspec
 
 from smetric_router.config import RouterConfig
-from smetric_router.errors import OutOfResources, UpstreamDisconnected, UpstreamFailed, UpstreamUnreachable
+from smetric_router.errors import OutOfResources, UpstreamFailed, UpstreamUnreachable
+from smetric_router.server.calls import EngineCalls
+from smetric_router.server.links import EngineLinks
 from smetric_router.server.logs import log
-from smetric_router.server.upstream import Upstream
 from smetric_router.state.cluster import ClusterState, Health
 from smetric_router.types import InstanceDown, InstanceUp, ModelsSeen
 
-_T = TypeVar("_T")
+AT_ONCE_MAX = 256
+"""Checks at the start, which waits for all of them."""
 
 
 class _ModelList(msgspec.Struct):
@@ -24,70 +25,42 @@ class _Model(msgspec.Struct):
     id: str
 
 
-class Arrivals:
-    """Everything that is being waited for from the engines.
-
-    An engine may stop and leave its connections open and silent, so no wait outlives `grace_s` of an engine that is
-    down. What still arrives from such an engine begins a new wait.
-    """
-
-    def __init__(self, instances: Iterable[str], grace_s: float) -> None:
-        self._grace_s = grace_s
-        self._limits: dict[str, set[asyncio.Timeout]] = {instance: set() for instance in instances}
-        self._down: set[str] = set()
-
-    async def wait(self, instance: str, arriving: Awaitable[_T]) -> _T:
-        """Wait for something from the instance. Raises UpstreamDisconnected when the instance is down and silent."""
-        limit = asyncio.timeout(self._grace_s if instance in self._down else None)
-        try:
-            async with limit:
-                self._limits[instance].add(limit)
-                return await arriving
-        except TimeoutError:
-            if limit.expired():
-                raise UpstreamDisconnected(f"{instance} is down and silent for {self._grace_s:g} s") from None
-            raise
-        finally:
-            self._limits[instance].discard(limit)
-
-    def down(self, instance: str) -> None:
-        """From now on what is silent is given up after the grace time."""
-        if instance not in self._down:
-            self._down.add(instance)
-            self._reschedule(instance, asyncio.get_running_loop().time() + self._grace_s)
-
-    def up(self, instance: str) -> None:
-        """Silence means nothing any more."""
-        if instance in self._down:
-            self._down.discard(instance)
-            self._reschedule(instance, None)
-
-    def _reschedule(self, instance: str, when: float | None) -> None:
-        for limit in self._limits[instance]:
-            if not limit.expired():
-                limit.reschedule(when)
-
-
 class HealthMonitor:
     """Asks each instance `GET /health` again and again, and `GET /v1/models` now and then."""
 
     def __init__(
-        self, state: ClusterState, upstream: Upstream, config: RouterConfig, clock: Callable[[], float]
+        self,
+        state: ClusterState,
+        links: EngineLinks,
+        calls: EngineCalls,
+        config: RouterConfig,
+        clock: Callable[[], float],
     ) -> None:
         self._state = state
-        self._upstream = upstream
+        self._links = links
+        self._calls = calls
         self._config = config
         self._clock = clock
-        self.arrivals = Arrivals(config.engines, config.down_grace_s)
+        self._down_since_s: dict[str, float] = {}
         self._wake = {instance: asyncio.Event() for instance in config.engines}
         self._timeouts = dict.fromkeys(config.engines, 0)
         self._models_due = dict.fromkeys(config.engines, float("-inf"))
+        self._locked: set[str] = set()  # want a key of which the operator has been told
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Check every instance once, then go on in the background."""
-        await asyncio.gather(*(self._check(instance) for instance in self._config.engines))
-        self._tasks = [asyncio.create_task(self._watch(instance)) for instance in self._config.engines]
+        """Check every instance once, then go on in the background, each in its own time."""
+        engines = self._config.engines
+        room = asyncio.Semaphore(AT_ONCE_MAX)
+
+        async def check(instance: str) -> None:
+            async with room:
+                await self._check(instance)
+
+        await asyncio.gather(*map(check, engines))
+        self._tasks = [
+            asyncio.create_task(self._watch(instance, at / len(engines))) for at, instance in enumerate(engines)
+        ]
 
     async def stop(self) -> None:
         """End the background checks."""
@@ -95,21 +68,38 @@ class HealthMonitor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    @property
+    def any_down(self) -> bool:
+        """Whether an instance is."""
+        return bool(self._down_since_s)
+
+    def down_since_s(self, instance: str) -> float | None:
+        """Since when an instance is down; None if it is not."""
+        return self._down_since_s.get(instance)
+
     def suspect(self, instance: str, error: UpstreamFailed) -> None:
         """A request failed there. No connection at all takes it out at once; anything else only hastens a check."""
         if isinstance(error, UpstreamUnreachable):
             self._set_down(instance, error.message)
         self._wake[instance].set()
 
-    async def _watch(self, instance: str) -> None:
+    def models_changed(self, instance: str) -> None:
+        """It lists other models from now on."""
+        self._models_due[instance] = float("-inf")
+        self._wake[instance].set()
+
+    async def _watch(self, instance: str, share: float) -> None:
+        """`share`: of an interval, when the first check is due. A thousand checks at once would time each other out."""
         wake = self._wake[instance]
         while True:
             up = self._state.health(instance) is Health.UP
+            interval_s = self._config.health_interval_s if up else self._config.health_recheck_s
             try:
-                async with asyncio.timeout(self._config.health_interval_s if up else self._config.health_recheck_s):
+                async with asyncio.timeout(interval_s * share):
                     await wake.wait()
             except TimeoutError:
                 pass
+            share = 1.0
             wake.clear()
             await self._check(instance)
 
@@ -124,7 +114,7 @@ class HealthMonitor:
 
     async def _check_health(self, instance: str) -> None:
         try:
-            status, _ = await self._get(instance, "/health")
+            status, _ = await self._calls.get(instance, "/health")
         except TimeoutError:
             self._timeouts[instance] += 1
             if self._timeouts[instance] >= self._config.health_failures_max or not self._is_up(instance):
@@ -145,23 +135,22 @@ class HealthMonitor:
         if not self._is_up(instance):
             log.info("instance up", extra={"fields": {"instance": instance}})
             self._state.apply(InstanceUp(instance), self._clock())
-            self.arrivals.up(instance)
+            self._down_since_s.pop(instance, None)
 
     async def _read_models(self, instance: str) -> None:
         self._models_due[instance] = self._clock() + self._config.models_interval_s
         try:
-            status, body = await self._get(instance, "/v1/models")
+            status, body = await self._calls.get(instance, "/v1/models")
             if status == 200:
                 entries = msgspec.json.decode(body, type=_ModelList).data
                 models = {msgspec.json.decode(entry, type=_Model).id: bytes(entry) for entry in entries}
                 self._state.apply(ModelsSeen(instance, models), self._clock())
+            elif status in (401, 403) and instance not in self._locked:
+                self._locked.add(instance)
+                cause = f"/v1/models answered {status}: set engine_api_key; until then it is taken to serve every model"
+                log.warning("no model list", extra={"fields": {"instance": instance, "cause": cause}})
         except (TimeoutError, UpstreamFailed, msgspec.DecodeError, UnicodeDecodeError) as error:
             log.debug("no model list", extra={"fields": {"instance": instance, "cause": str(error)}})
-
-    async def _get(self, instance: str, path: str) -> tuple[int, bytes]:
-        return await self._upstream.get(
-            instance, path, api_key=self._config.engine_api_key, timeout_s=self._config.health_timeout_s
-        )
 
     def _is_up(self, instance: str) -> bool:
         return self._state.health(instance) is Health.UP
@@ -170,4 +159,5 @@ class HealthMonitor:
         if self._state.health(instance) is not Health.DOWN:
             log.warning("instance down", extra={"fields": {"instance": instance, "cause": cause}})
         self._state.apply(InstanceDown(instance, cause), self._clock())
-        self.arrivals.down(instance)
+        self._down_since_s.setdefault(instance, self._clock())
+        self._links.close_idle(instance)

@@ -10,6 +10,8 @@ log = logging.getLogger("smetric_router")
 access_log = logging.getLogger("smetric_router.access")
 
 _is_plain = re.compile(r'[^\x00-\x20\x7f"=\\]+').fullmatch
+FIELD_CHARS_MAX = 2048
+"""Of what clients and engines say, so that a line stays a line."""
 
 
 class _Formatter(logging.Formatter):
@@ -21,7 +23,7 @@ class _Formatter(logging.Formatter):
             "time": f"{seconds}.{int(record.msecs):03d}",
             "level": record.levelname.lower(),
             "event": record.getMessage(),
-            **getattr(record, "fields", {}),
+            **{name: _cut(value) for name, value in getattr(record, "fields", {}).items()},
         }
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
@@ -41,18 +43,27 @@ class JsonFormatter(_Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """One line."""
-        return json.dumps(self._fields(record), ensure_ascii=False, default=str)
+        # In ASCII: some readers take other characters for the end of a line.
+        return json.dumps(self._fields(record), default=str)
 
 
 def set_up_logging(log_format: str, level: str) -> None:
-    """Send everything, the web server's messages too, to standard error in one format."""
+    """Send everything, the libraries' messages too, to standard error in one format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else LogfmtFormatter())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
-    for name in ("uvicorn", "aiohttp", "asyncio"):
+    for name in ("aiohttp", "asyncio"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 def _quoted(value: object) -> str:
     text = str(value)
-    return text if _is_plain(text) else json.dumps(text, ensure_ascii=False)
+    if text.isprintable():
+        return text if _is_plain(text) else json.dumps(text, ensure_ascii=False)
+    return json.dumps(text)  # ends of lines, commands for a terminal, halves of characters
+
+
+def _cut(value: object) -> object:
+    if not isinstance(value, str) or len(value) <= FIELD_CHARS_MAX:
+        return value
+    return f"{value[:FIELD_CHARS_MAX]}... ({len(value)} characters)"

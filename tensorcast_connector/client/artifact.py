@@ -1,20 +1,39 @@
 """A handle to an artifact, or to a view of one: nothing is asked or moved before a tensor is wanted."""
 
 import asyncio
+import functools
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from tensorcast_connector.client.at_worker import run_at
 from tensorcast_connector.client.link import GatewayLink
-from tensorcast_connector.client.plan import CallContext, Plan
 from tensorcast_connector.client.tensors import Framework, Maker
-from tensorcast_connector.config import ARTIFACT_TIMEOUT_S, KEYS_PER_MESSAGE_MAX, READ_PART_BYTES
+from tensorcast_connector.config import (
+    ARTIFACT_TIMEOUT_S,
+    HEADER_KEPT_BYTES_MAX,
+    HEADERS_KEPT,
+    KEYS_PER_MESSAGE_MAX,
+    PLAN_DEADLINE_S,
+    READ_PART_BYTES,
+)
 from tensorcast_connector.core.artifact import Header, Part, TensorSpec, decode_header, part_spec, runs
 from tensorcast_connector.errors import Exhausted, InvalidArgument, NotFound
 from tensorcast_connector.net.mapping import HUGE_PAGE_BYTES, map_memory
-from tensorcast_connector.wire.caller_messages import ArtifactOpened, DeleteArtifact, MapArtifact, OpenArtifact
+from tensorcast_connector.wire.caller_messages import (
+    ArtifactOpened,
+    CloseReplica,
+    DeleteArtifact,
+    ListReplicas,
+    MapArtifact,
+    OpenArtifact,
+    OpenReplica,
+    ReplicaList,
+    ReplicaListed,
+    ReplicaOpened,
+)
 from tensorcast_connector.wire.messages import Ok
 
 READ_ATTEMPTS_MAX = 3
@@ -32,6 +51,9 @@ class Description:
     leased: bool
     created_unix_s: float
     workers: tuple[str, ...]  # that have a copy
+    metadata: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of the file that it was put from; no part of its identity
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -77,8 +99,12 @@ class Artifact:
             names: of the tensors that remain; all unless told.
 
         Raises:
-            InvalidArgument: a tensor is sliced twice, or by what is no slice, or was left out by the view that this is.
+            InvalidArgument: this is no such thing, or a tensor is sliced twice, or was left out by the view that this is.
         """
+        if isinstance(names, str):
+            raise InvalidArgument(f"names={names!r}: a list of names; for one tensor [{names!r}]")
+        if slices is not None and not isinstance(slices, Mapping):
+            raise InvalidArgument(f"slices are a mapping from tensors to slices, not a {type(slices).__name__}")
         made = Artifact(self._link, self._reference)
         made._known = self._known
         made._names = self._names if names is None else tuple(names)
@@ -99,7 +125,7 @@ class Artifact:
             opened = await self._ask(self._reference)
             known.opened = known.opened or opened  # the first answer counts, if it was asked for twice at once
         if known.header is None:
-            known.header = decode_header(known.opened.header)
+            known.header = _decoded(known.opened.header)
         return known.opened, known.header
 
     async def _ask(self, reference: str) -> ArtifactOpened:
@@ -121,32 +147,73 @@ class Artifact:
         header = decode_header(opened.header)
         return Description(
             identity, tuple(opened.names), header.tensors, header.size, bool(opened.lease_id), opened.created_unix_s,
-            tuple(opened.workers),
+            tuple(opened.workers), opened.metadata,
         )  # fmt: skip
 
     # --- where it is ---
 
-    async def prefetch(self, to: str = "") -> None:
-        """Makes it resident at a worker, by name or id; at the session's own unless told.
+    async def arrival(self, at: str = "") -> tuple[int, int]:
+        """How many of its bytes are at a worker, by name or id (the session's own unless told), and how many it has.
+
+        Raises:
+            Unavailable: there is no such worker.
+        """
+        opened, header = await self._open()
+        return await self._link.arrival({opened.artifact_id: header.size}, at)
+
+    async def prefetch(self, to: str = "", timeout_s: float = PLAN_DEADLINE_S) -> None:
+        """Makes it resident at a worker, by name or id; at the session's own unless told. Retried while there is no room.
 
         Raises:
             NotFound: there is no such worker, or the artifact's bytes are gone.
+            Unavailable: the worker is dead, though still listed; names those that are alive.
+            DeadlineExceeded: not within `timeout_s`.
         """
-        plan = Plan(self._link, CallContext())
-        plan.on_worker(to or self._link.worker_id).prefetch(self)
-        await plan.run().result()
+        await run_at(self._link, to, lambda worker: worker.prefetch(self), timeout_s)
 
-    async def pin(self, ttl_s: float, on: str = "") -> None:
-        """Keeps it resident at a worker for so long, or until `unpin`; fetches it if it is not."""
-        plan = Plan(self._link, CallContext())
-        plan.on_worker(on or self._link.worker_id).pin(self, ttl_s)
-        await plan.run().result()
+    async def replicate(self, device: str, to: str = "", timeout_s: float = PLAN_DEADLINE_S) -> None:
+        """Brings it into the memory of a device of a worker (`--devices`), from where engines there copy it.
 
-    async def unpin(self, on: str = "") -> None:
-        """Ends that; fine if it is not pinned."""
-        plan = Plan(self._link, CallContext())
-        plan.on_worker(on or self._link.worker_id).unpin(self)
-        await plan.run().result()
+        Raises: as `prefetch`, and
+            InvalidArgument: that worker has no such device, or never room for it on one.
+        """
+        await run_at(self._link, to, lambda worker: worker.replicate(self, device), timeout_s)
+
+    async def open_replica(self, device: str) -> ReplicaOpened:
+        """Holds the copy in the memory of a device of this host until `close_replica`, or the end of the session.
+
+        Args:
+            device: its name at the worker, or its identity (engines/devices/memory.py).
+
+        Raises:
+            NotFound: there is none.
+            Unavailable: what owns the device's memory is away just now.
+            InvalidArgument: the session is with a worker of another host.
+            ConfigError: the worker is too old to have any.
+        """
+        if not self._link.local:
+            raise InvalidArgument("memory of devices is for engines on the worker's host: connect to its Unix socket")
+        return await self._link.call_lately(OpenReplica(self.reference, device), ReplicaOpened)
+
+    async def close_replica(self, opened: ReplicaOpened) -> None:
+        """Ends that; what was read of it counts only if this does not fail.
+
+        Raises:
+            NotFound: it has gone meanwhile.
+        """
+        await self._link.call(CloseReplica(opened.number), Ok)
+
+    async def replicas(self) -> list[ReplicaListed]:
+        """Its copies in the memory of devices at the gateway. Raises as `open_replica`."""
+        return (await self._link.call_lately(ListReplicas(self.reference), ReplicaList)).replicas
+
+    async def pin(self, ttl_s: float, on: str = "", timeout_s: float = PLAN_DEADLINE_S) -> None:
+        """Keeps it resident at a worker for so long, or until `unpin`; fetches it if it is not. Raises: as `prefetch`."""
+        await run_at(self._link, on, lambda worker: worker.pin(self, ttl_s), timeout_s)
+
+    async def unpin(self, on: str = "", timeout_s: float = PLAN_DEADLINE_S) -> None:
+        """Ends that; fine if it is not pinned. Raises: as `prefetch`."""
+        await run_at(self._link, on, lambda worker: worker.unpin(self), timeout_s)
 
     async def delete(self) -> None:
         """See Session.delete."""
@@ -172,7 +239,8 @@ class Artifact:
         parts = self._parts(header)
         maker = Maker(framework)
         if self._link.local:
-            memory, start = await self._map(opened.artifact_id, [spec for spec, _ in parts if spec.bytes])
+            memory, start = await self._map(opened.artifact_id, [spec for spec, _ in parts])
+            memory = maker.memory(memory)
             return {spec.name: _made(maker, spec, part, memory, start) for spec, part in parts}
         return await self._read(opened.artifact_id, parts, maker)
 
@@ -189,10 +257,11 @@ class Artifact:
         if self._known.descriptor < 0:
             descriptor, _ = await self._link.descriptor(MapArtifact(identity), Ok)
             self._known.shared(descriptor)
-        if not specs:
+        ends = [(spec.offset, spec.offset + size) for spec in specs if (size := spec.bytes)]
+        if not ends:
             return b"", 0
-        start = min(spec.offset for spec in specs) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        size = max(spec.range.end for spec in specs) - start
+        start = min(ends)[0] // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        size = max(ends)[1] - start  # they do not overlap
         try:
             # Private: a tensor that is written to is copied, page by page, for the one who writes.
             return map_memory(self._known.descriptor, size, start, private=True).buffer, start
@@ -221,6 +290,16 @@ class Artifact:
                 if attempt == READ_ATTEMPTS_MAX - 1:
                     raise
         return tensors
+
+
+@functools.lru_cache(HEADERS_KEPT)
+def _kept(encoded: bytes) -> Header:
+    return decode_header(encoded)
+
+
+def _decoded(encoded: bytes) -> Header:
+    """A header; the last ones are kept, since many handles of one artifact may be made, and decoding takes longer than asking."""
+    return _kept(encoded) if len(encoded) <= HEADER_KEPT_BYTES_MAX else decode_header(encoded)
 
 
 def _requests(wanted: Sequence[tuple[int, memoryview]]) -> list[list[tuple[int, memoryview]]]:

@@ -8,18 +8,18 @@ arena is mapped before the first request goes out, and old mappings stay valid f
 import asyncio
 import contextlib
 import logging
-import mmap
 import os
 import random
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tensorcast_connector.config import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, STORE_TIMEOUT_S
 from tensorcast_connector.errors import DeadlineExceeded, ProtocolError, TensorcastError, Unavailable
 from tensorcast_connector.net.descriptors import receive_arena
+from tensorcast_connector.net.mapping import FirstTouch, map_shared
 from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.net.transport import Network
 from tensorcast_connector.types import Address
@@ -51,6 +51,10 @@ class Mapping:
 
     worker_id: str
     memory: memoryview
+    first_touch: FirstTouch = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "first_touch", FirstTouch(self.memory))
 
 
 class Attachment:
@@ -113,7 +117,7 @@ class Attachment:
         try:
             if info.worker_id != client.server_id:
                 raise Unavailable("the worker was restarted meanwhile")
-            memory = memoryview(mmap.mmap(descriptor, info.arena_bytes))
+            memory = map_shared(descriptor, info.arena_bytes)
         except (OSError, ValueError, OverflowError) as error:
             raise Unavailable(f"cannot map the arena of {self._worker}: {error}") from error
         finally:
@@ -238,17 +242,29 @@ class Attachment:
         if hold_ids:
             self._tell(Release(list(hold_ids)))
 
-    def acquire(self, hold_id: str, keyspace: bytes, hashes: Sequence[bytes], mapping: Mapping) -> list[memoryview]:
+    def acquire(
+        self,
+        hold_id: str,
+        keyspace: bytes,
+        hashes: Sequence[bytes],
+        mapping: Mapping,
+        timeout_s: float | None = None,
+    ) -> list[memoryview]:
         """The leading pages that could be had, in place in the arena and held under `hold_id`. Waits.
 
         Raises:
             TensorcastError: none could be asked for.
         """
-        reply = self._ask(Acquire(hold_id, keyspace, list(hashes)), Acquired, LOAD_TIMEOUT_S, mapping)
+        reply = self._ask(Acquire(hold_id, keyspace, list(hashes)), Acquired, timeout_s or LOAD_TIMEOUT_S, mapping)
         return [_range(mapping, offset, length) for offset, length in reply.ranges]
 
     def reserve(
-        self, keyspace: bytes, hashes: Sequence[bytes], page_bytes: int, mapping: Mapping
+        self,
+        keyspace: bytes,
+        hashes: Sequence[bytes],
+        page_bytes: int,
+        mapping: Mapping,
+        timeout_s: float | None = None,
     ) -> list[memoryview | None]:
         """Memory to write pages into; None: exists already, or no room. Waits.
 
@@ -256,22 +272,28 @@ class Attachment:
             TensorcastError: none could be asked for.
         """
         try:
-            reply = self._ask(Reserve(keyspace, list(hashes), page_bytes), Reserved, SAVE_TIMEOUT_S, mapping)
+            reply = self._ask(
+                Reserve(keyspace, list(hashes), page_bytes), Reserved, timeout_s or SAVE_TIMEOUT_S, mapping
+            )
         except TensorcastError:
             # The worker may have reserved them all the same, for as long as this connection lives: take it back.
             self.abort(keyspace, hashes)
             raise
         if len(reply.offsets) != len(hashes):
             raise ProtocolError(f"the worker answered {len(reply.offsets)} slots for {len(hashes)} pages")
-        return [None if offset < 0 else _range(mapping, offset, page_bytes) for offset in reply.offsets]
+        slots = [None if offset < 0 else _range(mapping, offset, page_bytes) for offset in reply.offsets]
+        mapping.first_touch.write([(offset, page_bytes) for offset in reply.offsets if offset >= 0])
+        return slots
 
-    def commit(self, keyspace: bytes, hashes: Sequence[bytes], digests: Sequence[int]) -> None:
+    def commit(
+        self, keyspace: bytes, hashes: Sequence[bytes], digests: Sequence[int], timeout_s: float | None = None
+    ) -> None:
         """Makes written pages readable. Waits.
 
         Raises:
             TensorcastError: they will not be; the worker gives the memory back when the connection ends.
         """
-        self._ask(Commit(keyspace, list(hashes), list(digests)), Ok, SAVE_TIMEOUT_S)
+        self._ask(Commit(keyspace, list(hashes), list(digests)), Ok, timeout_s or SAVE_TIMEOUT_S)
 
     def abort(self, keyspace: bytes, hashes: Sequence[bytes]) -> None:
         """Gives reserved pages back; never waits, never fails."""

@@ -5,21 +5,33 @@ with connect_blocking("unix:/run/tensorcast/worker.sock") as session:
     tensors = session.artifact("policy:v1").tensor_dict(framework="torch")
 """
 
-import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from tensorcast_connector.client.artifact import Artifact, Description, Slices
+from tensorcast_connector.client.blocking_weights import BlockingWeightPublisher, BlockingWeights
+from tensorcast_connector.client.caller_loop import CallerLoop
 from tensorcast_connector.client.files import Tensors
+from tensorcast_connector.client.ownership import SYSTEM, Leased
 from tensorcast_connector.client.plan import CallContext, OnInstance, OnWorker, Plan, PlanHandle, PlanOutcome, Referring
-from tensorcast_connector.client.session import SYSTEM, Leased, Session, connect
+from tensorcast_connector.client.publisher import WeightPublisher
+from tensorcast_connector.client.reading import Progress
+from tensorcast_connector.client.session import Session, connect
 from tensorcast_connector.client.tensors import Framework
-from tensorcast_connector.config import PLAN_CONCURRENCY
+from tensorcast_connector.client.upload import Upload
+from tensorcast_connector.client.weights import WeightVersion
+from tensorcast_connector.config import PLAN_CONCURRENCY, PLAN_DEADLINE_S, WEIGHT_VERSIONS_KEPT
 from tensorcast_connector.core.plan import PlanRecord
 from tensorcast_connector.errors import InvalidArgument
-from tensorcast_connector.wire.caller_messages import ArtifactListed, InstanceListed, SignalsListed, WorkerListed
+from tensorcast_connector.wire.caller_messages import (
+    ArtifactListed,
+    InstanceListed,
+    ReplicaListed,
+    ReplicaOpened,
+    SignalsListed,
+    WorkerListed,
+)
 from tensorcast_connector.wire.messages import PagesForgotten
 
 T = TypeVar("T")
@@ -29,68 +41,15 @@ async def _next(items: AsyncIterator[T]) -> T:
     return await anext(items)
 
 
-class _Loop:
-    """An event loop in a thread of its own."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tensorcast-caller", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result; Ctrl-C ends it.
-
-        Raises:
-            InvalidArgument: the session is closed, or was closed meanwhile by another thread.
-        """
-        with self._lock:
-            if self._closed:
-                work.close()
-                raise InvalidArgument("the session is closed")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except CancelledError:
-            raise InvalidArgument("the session was closed meanwhile") from None
-        except BaseException:
-            future.cancel()
-            raise
-
-    def call(self, make: Callable[[], T]) -> T:
-        """What `make` returns on the loop's thread."""
-
-        async def work() -> T:
-            return make()
-
-        return self.run(work())
-
-    def close(self) -> None:
-        """Stops it; whoever waits in another thread waits no longer."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            ended = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-        ended.result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    async def _end(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._loop.shutdown_default_executor()
+async def _left(owned: "contextlib.AbstractAsyncContextManager[Leased]") -> None:
+    await owned.__aexit__(None, None, None)
 
 
 def connect_blocking(
     address: str, *, tenant: str = "", token: str = "", tls: tuple[str, str, str] | None = None, name: str = ""
 ) -> "BlockingSession":
     """See `connect`."""
-    loop = _Loop()
+    loop = CallerLoop()
     try:
         return BlockingSession(loop, loop.run(connect(address, tenant=tenant, token=token, tls=tls, name=name)))
     except BaseException:
@@ -101,7 +60,7 @@ def connect_blocking(
 class BlockingSession:
     """See `Session`. Made by `connect_blocking`."""
 
-    def __init__(self, loop: _Loop, session: Session) -> None:
+    def __init__(self, loop: CallerLoop, session: Session) -> None:
         self._loop = loop
         self._session = session
 
@@ -123,10 +82,15 @@ class BlockingSession:
         self._loop.close()
 
     def put(
-        self, tensors: Tensors, *, name: str = "", ownership: Leased | None = SYSTEM
+        self, tensors: Tensors, *, name: str = "", ownership: Leased | None = SYSTEM, progress: Progress | None = None
     ) -> "BlockingArtifact":  # fmt: skip
         """See Session.put."""
-        return BlockingArtifact(self._loop, self._loop.run(self._session.put(tensors, name=name, ownership=ownership)))
+        made = self._session.put(tensors, name=name, ownership=ownership, progress=progress)
+        return BlockingArtifact(self._loop, self._loop.run(made))
+
+    def upload(self, tensors: Iterable[tuple[str, str, Sequence[int]]]) -> "BlockingUpload":
+        """See Session.upload."""
+        return BlockingUpload(self._loop, self._loop.run(self._session.upload(tensors)))
 
     def artifact(self, reference: str) -> "BlockingArtifact":
         """See Session.artifact."""
@@ -164,6 +128,11 @@ class BlockingSession:
         """See Session.list_disabled."""
         return self._loop.run(self._session.list_disabled())
 
+    @property
+    def worker_id(self) -> str:
+        """See Session.worker_id."""
+        return self._session.worker_id
+
     def list_workers(self) -> list[WorkerListed]:
         """See Session.list_workers."""
         return self._loop.run(self._session.list_workers())
@@ -177,6 +146,32 @@ class BlockingSession:
         signals = self._session.watch(interval_s)
         while True:
             yield self._loop.run(_next(signals))
+
+    @contextlib.contextmanager
+    def lease(self, ttl_s: int) -> Iterator[Leased]:
+        """See Session.lease."""
+        owned = self._session.lease(ttl_s)
+        lease = self._loop.run(owned.__aenter__())
+        try:
+            yield lease
+        finally:
+            with contextlib.suppress(InvalidArgument):  # the session was closed meanwhile, and its leases with it
+                self._loop.run(_left(owned))
+
+    def weights(self, model: str, version: int | str | None = None) -> "BlockingWeights":
+        """See Session.weights."""
+        return BlockingWeights(self._loop, self._loop.run(self._session.weights(model, version)))
+
+    def subscribe(self, model: str, *, rollback: bool = False) -> Iterator[WeightVersion]:
+        """See Session.subscribe."""
+        versions = self._session.subscribe(model, rollback=rollback)
+        while True:
+            yield self._loop.run(_next(versions))
+
+    def weight_publisher(self, model: str, *, keep_last: int = WEIGHT_VERSIONS_KEPT) -> "BlockingWeightPublisher":
+        """A WeightPublisher."""
+        publisher = self._loop.call(lambda: WeightPublisher(self._session, model, keep_last=keep_last))
+        return BlockingWeightPublisher(self._loop, publisher)
 
     def plan(self, context: CallContext | None = None) -> "BlockingPlan":
         """See Session.plan."""
@@ -194,7 +189,7 @@ class BlockingSession:
 class BlockingArtifact:
     """See `Artifact`."""
 
-    def __init__(self, loop: _Loop, artifact: Artifact) -> None:
+    def __init__(self, loop: CallerLoop, artifact: Artifact) -> None:
         self._loop = loop
         self._artifact = artifact
 
@@ -226,27 +221,63 @@ class BlockingArtifact:
         """See Artifact.tensor_dict."""
         return self._loop.run(self._artifact.tensor_dict(framework=framework))
 
-    def prefetch(self, to: str = "") -> None:
+    def arrival(self, at: str = "") -> tuple[int, int]:
+        """See Artifact.arrival."""
+        return self._loop.run(self._artifact.arrival(at))
+
+    def prefetch(self, to: str = "", timeout_s: float = PLAN_DEADLINE_S) -> None:
         """See Artifact.prefetch."""
-        self._loop.run(self._artifact.prefetch(to))
+        self._loop.run(self._artifact.prefetch(to, timeout_s))
 
-    def pin(self, ttl_s: float, on: str = "") -> None:
+    def replicate(self, device: str, to: str = "", timeout_s: float = PLAN_DEADLINE_S) -> None:
+        """See Artifact.replicate."""
+        self._loop.run(self._artifact.replicate(device, to, timeout_s))
+
+    def open_replica(self, device: str) -> ReplicaOpened:
+        """See Artifact.open_replica."""
+        return self._loop.run(self._artifact.open_replica(device))
+
+    def close_replica(self, opened: ReplicaOpened) -> None:
+        """See Artifact.close_replica."""
+        self._loop.run(self._artifact.close_replica(opened))
+
+    def replicas(self) -> list[ReplicaListed]:
+        """See Artifact.replicas."""
+        return self._loop.run(self._artifact.replicas())
+
+    def pin(self, ttl_s: float, on: str = "", timeout_s: float = PLAN_DEADLINE_S) -> None:
         """See Artifact.pin."""
-        self._loop.run(self._artifact.pin(ttl_s, on))
+        self._loop.run(self._artifact.pin(ttl_s, on, timeout_s))
 
-    def unpin(self, on: str = "") -> None:
+    def unpin(self, on: str = "", timeout_s: float = PLAN_DEADLINE_S) -> None:
         """See Artifact.unpin."""
-        self._loop.run(self._artifact.unpin(on))
+        self._loop.run(self._artifact.unpin(on, timeout_s))
 
     def delete(self) -> None:
         """See Artifact.delete."""
         self._loop.run(self._artifact.delete())
 
 
+class BlockingUpload:
+    """See `Upload`."""
+
+    def __init__(self, loop: CallerLoop, upload: Upload) -> None:
+        self._loop = loop
+        self.upload = upload
+
+    def commit(self, name: str = "") -> BlockingArtifact:
+        """See Upload.commit."""
+        return BlockingArtifact(self._loop, self._loop.run(self.upload.commit(name)))
+
+    def close(self) -> None:
+        """See Upload.close."""
+        self._loop.run(self.upload.close())
+
+
 class BlockingPlan:
     """See `Plan`."""
 
-    def __init__(self, loop: _Loop, plan: Plan) -> None:
+    def __init__(self, loop: CallerLoop, plan: Plan) -> None:
         self._loop = loop
         self._plan = plan
 
@@ -266,7 +297,7 @@ class BlockingPlan:
 class BlockingHandle:
     """See `PlanHandle`."""
 
-    def __init__(self, loop: _Loop, handle: PlanHandle) -> None:
+    def __init__(self, loop: CallerLoop, handle: PlanHandle) -> None:
         self._loop = loop
         self._handle = handle
 
@@ -279,6 +310,10 @@ class BlockingHandle:
     def status(self) -> str:
         """See PlanHandle.status."""
         return self._handle.status
+
+    def wait(self, timeout_s: float) -> bool:
+        """See PlanHandle.wait."""
+        return self._loop.run(self._handle.wait(timeout_s))
 
     def result(self, timeout_s: float | None = None) -> PlanOutcome:
         """See PlanHandle.result."""

@@ -1,8 +1,4 @@
-"""An engine that does steps of plans: its adaptor's interface, and the link to the worker of its host.
-
-What an adaptor takes and gives is plain data (text, numbers, lists, mappings); tensors travel as artifacts. A step may be done
-again after a lost answer, with the same key: doing it twice must have the effect of doing it once.
-"""
+"""An engine that does steps of plans: its adaptor's interface, and the link to the worker of its host. See adaptor.py."""
 
 import asyncio
 import contextlib
@@ -12,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tensorcast_connector.config import CONNECT_TIMEOUT_S, PLAN_BYTES_MAX, STORE_TIMEOUT_S, WATCH_WAIT_S
+from tensorcast_connector.config import CONNECT_TIMEOUT_S, PLAN_BYTES_MAX, STORE_TIMEOUT_S, WATCH_WAIT_S, parse_address
 from tensorcast_connector.core.plan import unencodable
-from tensorcast_connector.errors import DeadlineExceeded, InvalidArgument, TensorcastError, Unavailable
+from tensorcast_connector.errors import ConfigError, DeadlineExceeded, InvalidArgument, TensorcastError, Unavailable
 from tensorcast_connector.net.rpc_client import RpcClient
+from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.net.transport import Network
 from tensorcast_connector.types import Address
 from tensorcast_connector.wire.codec import encode
@@ -34,19 +31,34 @@ class StepContext:
 
 
 class InstanceAdaptor(Protocol):
-    """An engine's side of the instance operations (TensorCast, section 3.2). Raise a TensorcastError to fail a step."""
+    """An engine's side of the instance operations (TensorCast, section 3.2); see the module for what holds of all four.
+
+    `arguments` are the keyword arguments of the plan's step, with the results of other steps filled in; which there are is agreed
+    between who writes the plan and the adaptor. What is returned is the step's result, of which other steps can use items.
+    """
 
     async def publish(self, arguments: Mapping[str, Any], context: StepContext) -> Mapping[str, Any]:
-        """Puts tensors of the engine into the pool; returns {"artifact": id, ...}."""
+        """Puts tensors of the engine into the pool. `OnInstance.publish(**arguments)`.
+
+        Returns: {"artifact": the id of what was put, ...}; with that key the step itself can be given as another's artifact.
+        Raises: InvalidArgument or NotFound for arguments that name nothing; Exhausted if the pool has no room.
+        """
 
     async def hydrate(self, arguments: Mapping[str, Any], context: StepContext) -> Mapping[str, Any]:
-        """Loads the artifact `arguments["artifact"]` into the engine."""
+        """Loads the artifact `arguments["artifact"]` (an id or a name) into the engine, for example KV cache of a request.
+
+        Returns: anything; {} is fine.
+        Raises: NotFound if the artifact or its bytes are gone; Exhausted if the engine has no room just now.
+        """
 
     async def evict_local(self, arguments: Mapping[str, Any], context: StepContext) -> Mapping[str, Any]:
-        """Forgets tensors of its own."""
+        """Forgets tensors of its own; fine if they are not there. Returns and raises: as `hydrate`."""
 
     async def transform_into(self, arguments: Mapping[str, Any], context: StepContext) -> Mapping[str, Any]:
-        """Fills its parameters from the artifact `arguments["artifact"]`, in its own layout."""
+        """Fills its parameters from the artifact `arguments["artifact"]`, in its own layout: this rank's part, its dtype.
+
+        Returns and raises: as `hydrate`. InvalidArgument if the artifact is none of this engine's model.
+        """
 
 
 class InstanceLink:
@@ -67,6 +79,12 @@ class InstanceLink:
         )
         self._steps: dict[int, asyncio.Task[None]] = {}
         self._taking: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "InstanceLink":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     def __repr__(self) -> str:
         return f"<InstanceLink {self._instance.instance_id}, {len(self._steps)} steps under way>"
@@ -152,6 +170,37 @@ class InstanceLink:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.close()
+
+
+async def attach_instance(
+    address: str, adaptor: InstanceAdaptor, *, instance_id: str, engine: str = "custom", model: str = "", namespace: str = "",
+    tenant: str = "", network: Network | None = None,
+) -> InstanceLink:  # fmt: skip
+    """Attaches an engine to the worker of its host, and does the steps of plans that come for it until the link is closed.
+
+    Args:
+        address: "unix:/path", the socket of that worker.
+        instance_id: what plans call it; one of its own among all engines of the cluster.
+        engine, model, namespace: for people, and for `tensorcast disable`.
+        tenant: whose plans reach it; "" for everybody's.
+        network: how to connect, instead of by sockets.
+
+    Raises:
+        ConfigError: no such address, or none of a Unix socket.
+        InvalidArgument: an id or name that cannot be.
+        Unavailable: no worker answers there.
+    """
+    at = parse_address(address, "address")
+    if at.scheme != "unix":
+        raise ConfigError(f"address={address!r}: an engine attaches to the worker of its own host, at unix:/path")
+    listed = AttachInstance(instance_id, engine, model, namespace, tenant)
+    link = InstanceLink(network or SocketNetwork(), at, listed, adaptor, random.Random())
+    try:
+        await link.start()
+    except BaseException:
+        await link.close()
+        raise
+    return link
 
 
 def _unsendable(ended: StepEnded) -> str | None:

@@ -27,9 +27,11 @@ from tensorcast_connector.core.plan import (
     StepSpec,
     check_deadline,
     decode_record,
+    digest_of,
     validate,
 )
 from tensorcast_connector.errors import (
+    Conflict,
     DeadlineExceeded,
     InvalidArgument,
     NotFound,
@@ -39,6 +41,7 @@ from tensorcast_connector.errors import (
 from tensorcast_connector.wire.messages import Message
 from tensorcast_connector.wire.plan_messages import CancelPlan, PlanState, SubmitPlan, WaitPlan
 
+NOT_WRITTEN = (TypeError, ValueError, OverflowError, RecursionError)
 RETRY_S = 0.1  # between attempts to reach the gateway
 
 
@@ -122,7 +125,13 @@ Reference = str | Referring | Step | ResultOf
 def _artifact(reference: Reference) -> str | ResultOf:
     if isinstance(reference, Step):
         return reference["artifact"]
-    return reference if isinstance(reference, str | ResultOf) else reference.reference
+    if isinstance(reference, str | ResultOf):
+        return reference
+    if not hasattr(reference, "reference"):
+        raise InvalidArgument(
+            f"{reference!r:.64} is no artifact: neither a name, an id, a handle, nor what a step results in"
+        )
+    return reference.reference
 
 
 class OnWorker:
@@ -135,6 +144,10 @@ class OnWorker:
     def prefetch(self, artifact: Reference) -> Step:
         """Makes an artifact resident there; results in {"artifact", "bytes"}."""
         return self._plan.add("prefetch", self._worker, {"artifact": _artifact(artifact)})
+
+    def replicate(self, artifact: Reference, device: str) -> Step:
+        """Brings it into the memory of a device there, for engines that load it; results in {"artifact", "device", "bytes"}."""
+        return self._plan.add("replicate", self._worker, {"artifact": _artifact(artifact), "device": device})
 
     def pin(self, artifact: Reference, ttl_s: float, pin: str = "") -> Step:
         """Keeps it resident there for so long, or until `unpin`; results in {"artifact"}."""
@@ -190,6 +203,8 @@ class Plan:
 
     def add(self, operation: str, target: str, arguments: Mapping[str, Any]) -> Step:
         """A step; `on_worker` and `on_instance` are the usual way."""
+        if not isinstance(target, str):
+            raise InvalidArgument(f"a step is done by a worker or an engine, named by text, not by {target!r:.64}")
         self._steps.append(Step(self, operation, target, arguments))
         return self._steps[-1]
 
@@ -209,23 +224,37 @@ class Plan:
 
         Raises:
             InvalidArgument: it cannot run; names the step.
+            Conflict: this session runs another plan under that key just now; nothing was sent.
         """
         spec = self.spec()
+        if not isinstance(concurrency, int) or concurrency < 1:
+            raise InvalidArgument(f"concurrency={concurrency!r}: how many steps run at once, 1 or more")
+        if not isinstance(self.context.timeout_s, int | float):
+            raise InvalidArgument(f"timeout_s={self.context.timeout_s!r} is no number of seconds")
         if not self.context.timeout_s > 0:
             raise DeadlineExceeded(f"the plan's deadline has passed ({self.context.timeout_s:g} s from now)")
         check_deadline(self.context.timeout_s)
-        return PlanHandle(self._link, self._steps, self.context, _encoded(spec), concurrency)
+        plan, key = _encoded(spec), self.context.idempotency_key
+        if any(each != plan for each in self._link.plans.get(key, ())):
+            raise Conflict(
+                f"the idempotency key {key!r} belongs to another plan, which this session runs just now; give each plan a "
+                "CallContext of its own"
+            )
+        return PlanHandle(self._link, self._steps, self.context, plan, concurrency)
 
 
 def _encoded(spec: PlanSpec) -> bytes:
     """Equal plans are equal bytes."""
-    for number, step in enumerate(spec.steps):
-        try:
-            msgspec.msgpack.encode(step, order="deterministic")
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            what = "an argument is neither text, bytes, number, list nor mapping by text"
-            raise InvalidArgument(f"{step.label(number)}: {what}: {error}") from error
-    return msgspec.msgpack.encode(spec, order="deterministic")
+    try:
+        return msgspec.msgpack.encode(spec, order="deterministic")
+    except NOT_WRITTEN:  # which step it is
+        for number, step in enumerate(spec.steps):
+            try:
+                msgspec.msgpack.encode(step, order="deterministic")
+            except NOT_WRITTEN as error:
+                what = "an argument is neither text, bytes, number, list nor mapping by text"
+                raise InvalidArgument(f"{step.label(number)}: {what}: {error}") from error
+        raise
 
 
 class PlanOutcome:
@@ -243,7 +272,9 @@ class PlanOutcome:
         return self.step(step).result
 
     def step(self, step: Step) -> StepOutcome:
-        """How it went: its result, the attempts it took and the time."""
+        """How it went: its result, the attempts it took and the time. Raises InvalidArgument for a step of another plan."""
+        if step not in self._numbers:
+            raise InvalidArgument(f"{step!r} is no step of the plan that has ended here")
         return self._record.outcomes[self._numbers[step]]
 
 
@@ -252,20 +283,27 @@ class PlanHandle:
 
     def __init__(
         self, link: GatewayLink, steps: Sequence[Step], context: CallContext, plan: bytes, concurrency: int
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._link = link
         self._steps = tuple(steps)
         self._context = context
         self._record: PlanRecord | None = None
-        self._submit = SubmitPlan(
-            context.idempotency_key, plan, context.trace_id, context.timeout_s, concurrency, 0
-        )  # fmt: skip
+        self._submit = SubmitPlan(context.idempotency_key, plan, context.trace_id, context.timeout_s, concurrency, 0)
         self._until = asyncio.get_running_loop().time() + context.timeout_s
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(_seen)
+        link.plans.setdefault(context.idempotency_key, []).append(plan)
+        self._task.add_done_callback(lambda _: self._over(plan))
 
     def __repr__(self) -> str:
         return f"<PlanHandle {self._context.idempotency_key} {self.status}>"
+
+    def _over(self, plan: bytes) -> None:
+        """Another plan may have the key, as far as this session is concerned."""
+        key = self._context.idempotency_key
+        self._link.plans[key].remove(plan)
+        if not self._link.plans[key]:
+            del self._link.plans[key]
 
     async def _run(self) -> PlanRecord:
         """Asks until it has ended. Repeating that is safe: the key names the plan."""
@@ -293,7 +331,11 @@ class PlanHandle:
                 submitted = False  # its gateway has died before the plan was written down
                 continue
             submitted = True
-            self._record = decode_record(state.record)
+            record = decode_record(state.record)
+            # The store may have lost ours, and since then somebody may have begun another one.
+            if record.digest != digest_of(self._submit.plan):
+                raise Conflict(f"the idempotency key {self._context.idempotency_key!r} belongs to another plan by now")
+            self._record = record
             if self._record.finished:
                 return self._record
 
@@ -308,6 +350,10 @@ class PlanHandle:
         if self._task.done() and not self._task.cancelled() and self._task.exception() is not None:
             return "failed"
         return self._record.state if self._record is not None else "running"
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended; it is waited for so long at most."""
+        return bool((await asyncio.wait([self._task], timeout=timeout_s))[0])
 
     async def result(self, timeout_s: float | None = None) -> PlanOutcome:
         """Its outcome, once it is done.

@@ -7,23 +7,24 @@ async with await connect("unix:/run/tensorcast/worker.sock") as session:
 
 import asyncio
 import contextlib
-import logging
 import os
-import threading
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Sequence
 
-import numpy as np
+import msgspec
 
 from tensorcast_connector.client.artifact import Artifact
-from tensorcast_connector.client.files import Tensors, read_tensors
-from tensorcast_connector.client.image import Image
-from tensorcast_connector.client.link import GatewayLink
+from tensorcast_connector.client.files import Tensors
+from tensorcast_connector.client.image import FileImage, Image
+from tensorcast_connector.client.leasing import Leases
+from tensorcast_connector.client.link import GatewayLink, open_link
+from tensorcast_connector.client.ownership import SYSTEM, Leased, leased
 from tensorcast_connector.client.plan import CallContext, Plan, Referring
+from tensorcast_connector.client.reading import Progress
+from tensorcast_connector.client.upload import Upload, open_upload
+from tensorcast_connector.client.weights import Weights, WeightVersion, follow, open_stored, open_weights
+from tensorcast_connector.client.writing import write_image
 from tensorcast_connector.config import (
     ARTIFACT_TIMEOUT_S,
-    LEASE_TTL_MAX_S,
-    PUT_THREADS,
     SIGNALS_TIMEOUT_S,
     STORE_TIMEOUT_S,
     TENANT,
@@ -33,8 +34,7 @@ from tensorcast_connector.config import (
 )
 from tensorcast_connector.core.artifact import CHUNK_BYTES, Header, check_name, check_tenant, encode_header
 from tensorcast_connector.core.plan import PlanRecord, decode_record
-from tensorcast_connector.errors import Exhausted, InvalidArgument, TensorcastError, Unavailable
-from tensorcast_connector.net.mapping import map_memory
+from tensorcast_connector.errors import InvalidArgument, NotFound, TensorcastError
 from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.net.tls import load_tls
 from tensorcast_connector.net.transport import Network
@@ -47,17 +47,16 @@ from tensorcast_connector.wire.caller_messages import (
     DeleteArtifact,
     Disable,
     DisabledList,
-    EndLease,
     ForgetPages,
     InstanceListed,
-    LeaseOpened,
     ListArtifacts,
     ListDisabled,
     ListSignals,
-    OpenLease,
+    MoveNames,
+    NameMove,
+    NamesMoved,
     OpenMappedUpload,
     OpenUpload,
-    RenewLease,
     SetName,
     SignalsListed,
     UploadOpened,
@@ -68,34 +67,14 @@ from tensorcast_connector.wire.messages import Ok, PagesForgotten
 from tensorcast_connector.wire.plan_messages import CancelPlan, PlanState, WaitPlan
 from tensorcast_connector.wire.tokens import Access
 
-logger = logging.getLogger(__name__)
-SYSTEM = None
-"""The ownership of what the pool keeps until it is deleted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Leased:
-    """The ownership of what goes `ttl_s` seconds after its owner has stopped renewing it: closed its session, or died."""
-
-    ttl_s: int
-
-
-def leased(ttl_s: int) -> Leased:
-    """Ownership by the caller (TensorCast, section 3.1: Caller-Leased); whole seconds.
-
-    Raises:
-        InvalidArgument: no such time.
-    """
-    if not 1 <= ttl_s <= LEASE_TTL_MAX_S or ttl_s != int(ttl_s):
-        raise InvalidArgument(f"leased({ttl_s}): whole seconds from 1 to {LEASE_TTL_MAX_S}")
-    return Leased(int(ttl_s))
-
 
 async def connect(
     address: str, *, tenant: str = "", token: str = "", tls: tuple[str, str, str] | None = None, name: str = "",
     network: Network | None = None,
 ) -> "Session":  # fmt: skip
     """A session with the gateway at `address`, "unix:/path" on its host (then tensors are shared memory) or "host:port".
+
+    A worker without the role gateway names one, with which the session is then, over TCP.
 
     Args:
         tenant: whose artifacts and plans these are; that of the token if it is a tenant's, else "default".
@@ -109,6 +88,7 @@ async def connect(
         InvalidArgument: no such tenant.
         Unauthorized: another token is wanted.
         Unavailable: nobody answers there.
+        WrongRole: that worker is no gateway, and knows none that can be reached.
     """
     if network is None:
         access = Access(token.strip() if isinstance(token, str) else token) if token else None
@@ -118,13 +98,7 @@ async def connect(
         network = SocketNetwork(access, load_tls(*tls) if tls else None, tenant if access and access.of_tenant else "")
     tenant = tenant or TENANT
     who = name or f"caller-{os.getpid()}"
-    link = GatewayLink(network, parse_address(address, "address"), check_tenant(tenant), who)
-    try:
-        await link.open()
-    except BaseException:
-        await link.close()
-        raise
-    return Session(link)
+    return Session(await open_link(network, parse_address(address, "address"), check_tenant(tenant), who))
 
 
 class Session:
@@ -132,9 +106,7 @@ class Session:
 
     def __init__(self, link: GatewayLink) -> None:
         self._link = link
-        self._leases: dict[int, int] = {}  # by ttl
-        self._renewing: set[asyncio.Task[None]] = set()
-        self._leasing = asyncio.Lock()
+        self._leases = Leases(link)
 
     def __repr__(self) -> str:
         return f"<Session {self._link.address} as {self._link.tenant}>"
@@ -146,15 +118,11 @@ class Session:
         await self.close()
 
     async def close(self) -> None:
-        """Ends the session and its leases; tensors that were read stay valid."""
+        """Ends the session and its leases; tensors that were read stay valid. Raises InvalidArgument on another event loop."""
         if self._link.closed:
             return
-        for task in self._renewing:
-            task.cancel()
-        await asyncio.gather(*self._renewing, return_exceptions=True)
-        for lease_id in self._leases.values():
-            with contextlib.suppress(TensorcastError):
-                await self._link.call(EndLease(lease_id), Ok)
+        self._link.check_here()
+        await self._leases.close()
         await self._link.close()
 
     @property
@@ -165,39 +133,57 @@ class Session:
     # --- artifacts ---
 
     async def put(
-        self, tensors: Tensors, *, name: str = "", ownership: Leased | None = SYSTEM
+        self, tensors: Tensors, *, name: str = "", ownership: Leased | None = SYSTEM, progress: Progress | None = None
     ) -> Artifact:  # fmt: skip
         """Stores tensors (numpy, or torch on any device) as one artifact. Safe to repeat: the same tensors are the same artifact.
 
         Args:
-            tensors: by name; or the path of a safetensors file, or of a folder with such files.
+            tensors: by name; or the path of a safetensors file, or of a folder with such files, whose metadata is kept.
             name: is made to point to it.
             ownership: SYSTEM, or `leased(ttl_s)`.
+            progress: told the bytes that are read and those that are to be; by one thread at a time, not that of the loop.
 
         Raises:
-            InvalidArgument: something cannot be stored; names the tensor.
+            InvalidArgument: something cannot be stored; names the file and the tensor.
             Exhausted: the gateway has no room.
         """
-        given = await asyncio.to_thread(read_tensors, tensors) if isinstance(tensors, str | os.PathLike) else tensors
         if name:
             check_name(name)
-        image = Image(given)
-        lease_id = await self._lease(ownership.ttl_s) if ownership is not None else 0
+        if isinstance(tensors, str | os.PathLike):
+            image: Image = await asyncio.to_thread(FileImage, tensors, progress)
+        else:
+            image = Image(tensors, progress)
+        try:
+            return await self.put_image(image, name, ownership)
+        finally:
+            image.close()
+
+    async def put_image(self, image: Image, name: str = "", ownership: Leased | None = SYSTEM) -> Artifact:
+        """The same of what is laid out already; its owner closes it."""
+        lease_id = await self._leases.of(ownership)
         upload_id, done = "", False
         channel = self._link.begin_put()
         try:
             if self._link.local and image.size:
-                message = OpenMappedUpload(image.size)
+                message = OpenMappedUpload(image.size, image.fresh)
                 descriptor, opened = await channel.call(message, UploadOpened, ARTIFACT_TIMEOUT_S)
                 upload_id = opened.upload_id
-                digests = await _write(image, descriptor)
+                digests = await write_image(image, descriptor)
             else:
                 upload_id = await self._open_upload(image.size)
                 digests = await self._send(image, upload_id)
+            image.check()
             header = encode_header(Header(image.specs, image.size, digests, tenant=self._link.tenant))
-            commit = CommitUpload(upload_id, header, name, lease_id)
+            commit = CommitUpload(upload_id, header, name, lease_id, dict(image.metadata))
             before = self._link.revision
-            made = await self._link.call(commit, ArtifactOpened, ARTIFACT_TIMEOUT_S)
+            try:
+                made = await self._link.call(commit, ArtifactOpened, ARTIFACT_TIMEOUT_S)
+            except NotFound:
+                instead = await self._leases.instead(ownership, lease_id)
+                if instead == lease_id:
+                    raise
+                commit = msgspec.structs.replace(commit, lease_id=instead)
+                made = await self._link.call(commit, ArtifactOpened, ARTIFACT_TIMEOUT_S)
             done = True
             gone_back = made.revision < before  # the store's database is another one
             self._link.revision = made.revision if gone_back else max(self._link.revision, made.revision)
@@ -223,14 +209,16 @@ class Session:
     async def _send(self, image: Image, upload_id: str) -> bytes:
         digests: list[bytes] = []
         for chunk in range(image.chunks):
-            target = np.empty(image.chunk_bytes(chunk), np.uint8)
-            digest = await asyncio.to_thread(image.write, chunk, target)
-            data = target.tobytes()
+            data, digest = await asyncio.to_thread(image.read, chunk)
             for at in range(0, len(data), UPLOAD_PART_BYTES):
                 part = WriteUpload(upload_id, chunk * CHUNK_BYTES + at, data[at : at + UPLOAD_PART_BYTES])
                 await self._link.call(part, Ok, ARTIFACT_TIMEOUT_S)
             digests.append(digest)
         return b"".join(digests)
+
+    async def upload(self, tensors: Iterable[tuple[str, str, Sequence[int]]]) -> Upload:
+        """See open_upload: an artifact of tensors (name, dtype, shape) that the caller fills in place."""
+        return await open_upload(self._link, tensors)
 
     def artifact(self, reference: str) -> Artifact:
         """The artifact with that name or id. Nothing is asked before something of it is."""
@@ -242,12 +230,27 @@ class Session:
 
     async def name(self, name: str, artifact: str | Referring) -> None:
         """Makes a name point to an artifact, which is given as a handle, by its id or by another name."""
-        reference = artifact if isinstance(artifact, str) else artifact.reference
+        reference = artifact if isinstance(artifact, str) else getattr(artifact, "reference", "")
+        if not reference:  # which is how a name is taken away
+            raise InvalidArgument(f"name {name!r} is to point to nothing; `unname` takes it away")
         await self._link.call(SetName(name, reference), Ok)
 
     async def unname(self, name: str) -> None:
         """Takes a name away; its artifact stays."""
         await self._link.call(SetName(name, ""), Ok)
+
+    async def move_names(self, moves: Sequence[NameMove], adopt: Sequence[str] = ()) -> None:
+        """Moves names, all or none, each only if it points where it is expected to ("" is nothing), by the ids of artifacts.
+
+        Args:
+            adopt: ids of artifacts that belong to the system from then on, and not only to a lease.
+
+        Raises:
+            Conflict: a name points elsewhere.
+            NotFound: an artifact does not exist, or its lease has ended.
+        """
+        moved = await self._link.call_lately(MoveNames(list(moves), list(adopt)), NamesMoved, 3 * STORE_TIMEOUT_S)
+        self._link.revision = max(self._link.revision, moved.revision)
 
     async def delete(self, reference: str) -> None:
         """Deletes an artifact and its names. Tensors that were read stay valid.
@@ -260,6 +263,36 @@ class Session:
     async def forget_pages(self) -> PagesForgotten:
         """Evicts the tenant's pages of KV cache at every worker. Pages in use stay; ask again when engines are done with them."""
         return await self._link.call(ForgetPages(), PagesForgotten, 2 * STORE_TIMEOUT_S)
+
+    # --- weights ---
+
+    async def weights(self, model: str, version: int | str | None = None) -> Weights:
+        """A published version of a model's weights, the newest unless told; `model` may be the id of its manifest.
+
+        Raises:
+            NotFound: there is no such version, or its bytes are gone.
+            InvalidArgument: what has that name is no published version.
+        """
+        return await open_weights(self._link, model, version)
+
+    async def stored(self, reference: str) -> Artifact | Weights:
+        """What a name or an id is: an artifact, or a published version, which can be read and cut in the same way."""
+        return await open_stored(self._link, reference)
+
+    def subscribe(self, model: str, *, rollback: bool = False) -> AsyncIterator[WeightVersion]:
+        """The newest version, as soon as there is one, and then each newer one; a slow reader skips to the newest.
+
+        It never ends by itself: while the gateway or the version's bytes are away it waits. Raises InvalidArgument when the name
+        is given to what is no published version.
+
+        Args:
+            rollback: an older version to which the publisher has gone back comes too.
+        """
+        return follow(self._link, model, rollback)
+
+    def lease(self, ttl_s: int) -> "contextlib.AbstractAsyncContextManager[Leased]":
+        """Ownership that ends with the block, or `ttl_s` seconds after this process has died."""
+        return self._leases.own(leased(ttl_s).ttl_s)
 
     # --- the switch ---
 
@@ -318,77 +351,3 @@ class Session:
             NotFound: as `plan_record`.
         """
         return decode_record((await self._link.call(CancelPlan(key), PlanState, 2 * STORE_TIMEOUT_S)).record)
-
-    # --- leases ---
-
-    async def _lease(self, ttl_s: int) -> int:
-        """The session's lease of that time; renewed until the session ends."""
-        async with self._leasing:  # puts at once share it
-            lease_id = self._leases.get(ttl_s, 0)
-            if not lease_id:
-                lease_id = self._leases[ttl_s] = (await self._link.call(OpenLease(ttl_s), LeaseOpened)).lease_id
-                task = asyncio.get_running_loop().create_task(self._renew(ttl_s, lease_id))
-                self._renewing.add(task)
-                task.add_done_callback(self._renewing.discard)
-            return lease_id
-
-    async def _renew(self, ttl_s: int, lease_id: int) -> None:
-        while True:
-            await asyncio.sleep(ttl_s / 3)
-            try:
-                await self._link.call(RenewLease(lease_id), Ok)
-            except Unavailable as error:
-                logger.debug("lease %d: %s", lease_id, error)
-            except TensorcastError as error:
-                logger.warning("what was put with leased(%d) is gone: %s", ttl_s, error)
-                del self._leases[ttl_s]
-                return
-
-
-async def _write(image: Image, descriptor: int) -> bytes:
-    """Straight into the gateway's memory; closes the descriptor, and returns the digests."""
-    try:
-        mapped = map_memory(descriptor, image.size)
-    except OSError as error:
-        raise Exhausted(f"cannot map {image.size} bytes for an artifact: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
-    target = np.frombuffer(mapped.buffer, np.uint8)
-
-    def write(chunk: int) -> bytes:
-        return image.write(chunk, target[chunk * CHUNK_BYTES :])
-
-    try:
-        return b"".join(await _in_threads(write, image.chunks))
-    finally:
-        mapped.close()  # the gateway seals it, which needs that nobody can write to it
-
-
-async def _in_threads(work: Callable[[int], bytes], count: int) -> list[bytes]:
-    """`work` of 0 to count - 1, by several threads; when it returns or raises, none of them works any more."""
-    results: list[bytes] = [b""] * count
-    left = iter(range(count))
-    stop = threading.Event()
-
-    def some() -> None:
-        try:
-            for number in left:
-                if stop.is_set():
-                    return
-                results[number] = work(number)
-        except BaseException:
-            stop.set()
-            raise
-
-    loop = asyncio.get_running_loop()
-    working = [loop.run_in_executor(None, some) for _ in range(min(PUT_THREADS, count))]
-    threads = asyncio.gather(*working, return_exceptions=True)  # done when all are, also if one of them has failed
-    try:
-        if failed := [each for each in await asyncio.shield(threads) if each is not None]:
-            raise failed[0]
-    finally:
-        stop.set()
-        while not threads.done():  # a thread is not cancelled; what it writes to must be there until it has ended
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([threads])
-    return results

@@ -4,16 +4,24 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tensorcast_connector.config import HELLO_TIMEOUT_S, SIGNALS_TIMEOUT_S, parse_address
 from tensorcast_connector.core.cluster import ClusterView
-from tensorcast_connector.errors import ConfigError, DeadlineExceeded, ProtocolError, TensorcastError
+from tensorcast_connector.errors import ConfigError, DeadlineExceeded, ProtocolError, TensorcastError, Unavailable
 from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.net.transport import Network
 from tensorcast_connector.store.client import read_cluster
 from tensorcast_connector.types import Address, WorkerId
-from tensorcast_connector.wire.messages import GetSignals, GetStory, Signals, Story
+from tensorcast_connector.wire.messages import GetSignals, GetStatistics, GetStory, Signals, Statistics, Story
 from tensorcast_connector.wire.store_messages import WorkerRecord
+
+
+class Used(NamedTuple):
+    """Memory of one kind at a worker, in bytes: what is taken, and what may be at most."""
+
+    used: int
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +32,14 @@ class WorkerStatus:
         signals: None if it did not answer.
         asked_at_s: when it was asked, by the caller's clock: what it says is at most `age_s(now)` old.
         error: why it did not answer; empty if it did.
+        artifact_bytes: of its artifacts, uploads included; None if it does not say.
     """
 
     record: WorkerRecord
     signals: Signals | None
     asked_at_s: float
     error: str
+    artifact_bytes: Used | None = None
 
     def age_s(self, now: float) -> float | None:
         """How old the signals are at `now` at most: their age when they were sent, and all the time since the question."""
@@ -82,6 +92,9 @@ class StatusReader:
             view = await read_cluster(self._network, self._stores, self._name, self._chance)
         except ProtocolError as error:
             raise await self._explained(error) from error
+        except Unavailable as error:
+            rest = "no store answers; lookups, reads and transfers of the workers go on without it"
+            raise type(error)(f"{error}: {rest}") from error
         asked = [self._worker(record, timeout_s) for record in view.workers.values()]
         found = await asyncio.gather(*asked)
         return ClusterStatus(view, read_at_s, dict(zip(view.workers, found, strict=True)))
@@ -111,6 +124,7 @@ class StatusReader:
                     await client.wait_connected(2 * timeout_s, patient=False)
                     asked_at_s = self._now()
                     signals = await client.call(GetSignals(), Signals, 2 * timeout_s)
+                    values = (await client.call(GetStatistics(), Statistics, 2 * timeout_s)).values
             except TimeoutError:
                 raise DeadlineExceeded(f"{address} did not answer within {timeout_s:g} s") from None
             finally:
@@ -119,7 +133,9 @@ class StatusReader:
             return WorkerStatus(record, None, asked_at_s, str(error))
         if signals.worker_id != record.worker_id:
             return WorkerStatus(record, None, asked_at_s, f"{signals.worker_id} serves at its address now")
-        return WorkerStatus(record, signals, asked_at_s, "")
+        used, most = values.get("artifact_bytes_used"), values.get("artifact_bytes_max")
+        artifacts = Used(used, most) if isinstance(used, int) and isinstance(most, int) else None
+        return WorkerStatus(record, signals, asked_at_s, "", artifacts)
 
 
 async def who_is(network: Network, address: Address, name: str, chance: random.Random) -> tuple[str, str]:

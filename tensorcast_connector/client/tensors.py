@@ -4,6 +4,7 @@ torch is never imported before somebody asks for torch tensors; who gives them h
 come from ml_dtypes in numpy, which has none of its own.
 """
 
+import functools
 import importlib
 import math
 import sys
@@ -24,6 +25,9 @@ _NUMPY_DTYPES = frozenset({
 })  # fmt: skip
 
 
+_NUMPY = (np.ndarray, np.generic)
+
+
 @dataclass(frozen=True, slots=True)
 class RawTensor:
     """A tensor as its plain bytes, for which no library has to know its dtype.
@@ -39,6 +43,14 @@ class RawTensor:
 
     def __repr__(self) -> str:
         return f"<RawTensor {self.dtype} {self.shape}>"
+
+
+class FileTensors(dict[str, RawTensor]):
+    """The tensors of files by name, and the metadata of these (safetensors: `__metadata__`)."""
+
+    def __init__(self, tensors: Mapping[str, RawTensor], metadata: Mapping[str, str]) -> None:
+        super().__init__(tensors)
+        self.metadata = dict(metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +96,25 @@ def _source(name: str, tensor: Any) -> Source:
         if str(tensor.layout) != "torch.strided" or tensor.is_quantized or tensor.is_meta:
             raise InvalidArgument(f"tensor {name!r} is sparse, quantised or without data, and has no plain bytes")
     else:
-        if not isinstance(tensor, np.ndarray | np.generic) and hasattr(tensor, "__dlpack__"):
+        if not isinstance(tensor, _NUMPY) and hasattr(tensor, "__dlpack__"):
             tensor = _from_dlpack(name, tensor)
-        if not isinstance(tensor, np.ndarray | np.generic):
+        if not isinstance(tensor, _NUMPY):
             raise InvalidArgument(f"tensor {name!r} is a {type(tensor).__name__}; numpy and torch tensors can be put")
+        if isinstance(tensor, np.ma.MaskedArray):
+            raise InvalidArgument(f"tensor {name!r} has a mask, which is not kept; put what `filled` makes of it")
         tensor = np.asarray(tensor)
-        dtype = tensor.dtype.name
+        dtype = _name_of(tensor.dtype)
         if tensor.dtype.byteorder == (">" if sys.byteorder == "little" else "<"):
             tensor = tensor.astype(tensor.dtype.newbyteorder("="))
     if dtype not in DTYPE_BYTES:
         raise InvalidArgument(f"tensor {name!r} has dtype {dtype}; known are {', '.join(DTYPE_BYTES)}")
     return Source(name, dtype, tuple(tensor.shape), tensor)
+
+
+@functools.lru_cache(256)
+def _name_of(dtype: "np.dtype[Any]") -> str:
+    """numpy makes it anew each time, which takes as long as everything else about a tensor."""
+    return dtype.name
 
 
 def _raw(name: str, tensor: RawTensor) -> Source:
@@ -137,6 +157,12 @@ class Maker:
                 raise InvalidArgument(f"framework='torch': {error}") from None
         self._dtypes: dict[str, Any] = {}
 
+    def memory(self, shared: Any) -> Any:
+        """The same memory, in the form that tensors are made on fastest."""
+        if self._torch is None or not len(shared):
+            return shared
+        return np.frombuffer(shared, np.uint8).data  # ctypes describes what it has anew each time it is asked
+
     def make(self, name: str, dtype: str, shape: Sequence[int], memory: Any, offset: int) -> Any:
         """A tensor on `memory` at `offset`; it keeps the memory."""
         if self.raw:
@@ -144,12 +170,12 @@ class Maker:
             data = np.frombuffer(memory, np.uint8, size, offset).data if size else memoryview(b"")
             return RawTensor(dtype, tuple(shape), data)
         kind = self._dtypes.get(dtype) or self._dtypes.setdefault(dtype, self._dtype(name, dtype))
-        count = math.prod(shape)
         if self._torch is None:
-            return np.frombuffer(memory, kind, count, offset).reshape(shape) if count else np.empty(shape, kind)
-        if not count:
+            return np.empty(shape, kind) if 0 in shape else np.ndarray(shape, kind, memory, offset)
+        if 0 in shape:
             return self._torch.empty(shape, dtype=kind)
-        return self._torch.frombuffer(memory, dtype=kind, count=count, offset=offset).view(shape)
+        flat = self._torch.frombuffer(memory, dtype=kind, count=math.prod(shape), offset=offset)
+        return flat if len(shape) == 1 else flat.view(shape)
 
     def _dtype(self, name: str, dtype: str) -> Any:
         if self._torch is not None:

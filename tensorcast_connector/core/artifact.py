@@ -28,6 +28,7 @@ ARTIFACT_ID_CHARS = 32
 TENSOR_NAME_CHARS_MAX = 1024
 DIMENSIONS_MAX = 64
 ARTIFACT_BYTES_MAX = 1 << 46
+_TENANT_BYTES_MAX = 4 * NAME_CHARS_MAX + 16
 
 DTYPE_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
@@ -92,6 +93,8 @@ def check_name(name: str) -> str:
         InvalidArgument: it cannot be one.
     """
     most = 2 * NAME_CHARS_MAX
+    if not isinstance(name, str):
+        raise InvalidArgument(f"the name of an artifact is text, not {name!r:.64}")
     if not 0 < len(name) <= most or not name.isprintable() or name != name.strip() or is_artifact_id(name):
         raise InvalidArgument(
             f"{name[:64]!r} is no name of an artifact: 1 to {most} printable characters that are not an id"
@@ -105,6 +108,8 @@ def check_tenant(tenant: str) -> str:
     Raises:
         InvalidArgument: it cannot be one.
     """
+    if not isinstance(tenant, str):
+        raise InvalidArgument(f"a tenant is text, not {tenant!r:.64}")
     if not 0 < len(tenant) <= NAME_CHARS_MAX or "/" in tenant or not tenant.isprintable():
         raise InvalidArgument(f"tenant {tenant[:40]!r}: 1 to {NAME_CHARS_MAX} printable characters without a slash")
     return tenant
@@ -130,48 +135,79 @@ def decode_header(encoded: bytes) -> Header:
     if header.format != FORMAT_VERSION:
         raise ProtocolError(f"an artifact of format {header.format}; this version reads {FORMAT_VERSION}")
     try:
-        tensors, size = layout((each.name, each.dtype, each.shape) for each in header.tensors)
+        canonical = _in_place(header)
     except ValueError as error:
         raise ProtocolError(f"not the header of an artifact: {error}") from error
-    if (tensors, size) != (header.tensors, header.size) or encode_header(header) != encoded:
+    if not canonical or encode_header(header) != encoded:
         raise ProtocolError("the header of an artifact is not in its canonical form")
-    if len(header.chunks) != CHUNK_DIGEST_BYTES * chunk_count(size):
-        raise ProtocolError(f"{len(header.chunks)} bytes of digests for {chunk_count(size)} chunks")
+    if len(header.chunks) != CHUNK_DIGEST_BYTES * chunk_count(header.size):
+        raise ProtocolError(f"{len(header.chunks)} bytes of digests for {chunk_count(header.size)} chunks")
     return header
+
+
+def _in_place(header: Header) -> bool:
+    """Whether the tensors lie where `layout` puts them; raises as it does."""
+    last, end, canonical = "", 0, True
+    for each in header.tensors:
+        offset, end = _place(each.name, each.dtype, each.shape, end)
+        if each.name == last:
+            raise ValueError(f"two tensors with the name {last!r}")
+        canonical &= each.name > last and each.offset == offset
+        last = each.name
+    return canonical and header.size == end
 
 
 def layout(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[tuple[TensorSpec, ...], int]:
     """Where tensors (name, dtype, shape) lie in an artifact, and how many bytes it has.
 
     Raises:
-        ValueError: a name, dtype or shape that cannot be; says which.
+        ValueError: a name, dtype or shape that cannot be, says which.
     """
     specs: list[TensorSpec] = []
     end = 0
     for name, dtype, shape in sorted(tensors, key=lambda each: each[0]):
-        _check(name, dtype, shape)
         if specs and specs[-1].name == name:
             raise ValueError(f"two tensors with the name {name!r}")
-        offset = -(-end // ALIGN_BYTES) * ALIGN_BYTES
+        offset, end = _place(name, dtype, shape, end)
         specs.append(TensorSpec(name, dtype, tuple(shape), offset))
-        end = offset + specs[-1].bytes
-        if end > ARTIFACT_BYTES_MAX:
-            raise ValueError(f"tensor {name!r} brings the artifact over {ARTIFACT_BYTES_MAX} bytes")
     return tuple(specs), end
 
 
-def _check(name: str, dtype: str, shape: Sequence[int]) -> None:
+def check_fits(specs: Sequence[TensorSpec], size: int) -> None:
+    """Whether one artifact may have as much as that.
+
+    Raises:
+        ValueError: it has too many tensors, or too much to be told of them.
+    """
+    if len(specs) > ARTIFACT_TENSORS_MAX:
+        raise ValueError(f"{len(specs)} tensors; one artifact has at most {ARTIFACT_TENSORS_MAX}: put them as several")
+    described = len(encode_header(Header(tuple(specs), size, b""))) + CHUNK_DIGEST_BYTES * chunk_count(size)
+    if described > ARTIFACT_HEADER_BYTES_MAX - _TENANT_BYTES_MAX:
+        raise ValueError(
+            f"{len(specs)} tensors of {size} bytes, whose names, shapes and digests take {described} bytes; "
+            f"one artifact has at most {ARTIFACT_HEADER_BYTES_MAX}: put them as several"
+        )
+
+
+def _place(name: str, dtype: str, shape: Sequence[int], at: int) -> tuple[int, int]:
+    """Where a tensor begins and ends if the one before it ends `at`; raises ValueError for one that cannot be."""
     if not 0 < len(name) <= TENSOR_NAME_CHARS_MAX or not name.isprintable():
         raise ValueError(f"{name[:64]!r} is no name of a tensor: 1 to {TENSOR_NAME_CHARS_MAX} printable characters")
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"tensor {name!r} has dtype {dtype[:40]!r}; known are {', '.join(DTYPE_BYTES)}")
     # An empty tensor is measured by its other dimensions: numpy and torch have none that are larger than memory can be.
+    least = min(shape, default=1)
     if (
         len(shape) > DIMENSIONS_MAX
-        or any(size < 0 for size in shape)
-        or (0 in shape and math.prod(size for size in shape if size) > ARTIFACT_BYTES_MAX)
+        or least < 0
+        or (not least and math.prod(size for size in shape if size) > ARTIFACT_BYTES_MAX)
     ):
         raise ValueError(f"tensor {name!r} has the shape {tuple(shape)[:8]}")
+    start = -(-at // ALIGN_BYTES) * ALIGN_BYTES
+    end = start + DTYPE_BYTES[dtype] * math.prod(shape)
+    if end > ARTIFACT_BYTES_MAX:
+        raise ValueError(f"tensor {name!r} brings the artifact over {ARTIFACT_BYTES_MAX} bytes")
+    return start, end
 
 
 # --- views ------------------------------------------------------------------------------------------------------------

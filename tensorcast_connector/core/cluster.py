@@ -1,7 +1,8 @@
 """What one process knows of the cluster: a copy of the store's metadata, kept current by its watch.
 
 cluster/incarnation                 the life of the store's database, the first half of every fencing token
-cluster/restored                    there for a while after a restore: who held a shard in the former life may still believe it
+cluster/restored                    there for a while after a restore or a loss: former homes may still believe that they are
+cluster/young                       there for a while after an empty database has got its first life (store/incarnation.py)
 cluster/shard-count                 into how many shards the pages are cut
 cluster/workers/WORKER              WorkerRecord, under the lease of that worker
 cluster/instances/INSTANCE          InstanceRecord, under the lease of its worker
@@ -36,6 +37,7 @@ from tensorcast_connector.wire.store_messages import (
 CLUSTER = "cluster/"
 INCARNATION = "cluster/incarnation"
 RESTORED = "cluster/restored"
+YOUNG = "cluster/young"
 SHARD_COUNT = "cluster/shard-count"
 WORKERS = "cluster/workers/"
 INSTANCES = "cluster/instances/"
@@ -45,6 +47,7 @@ ARTIFACTS = "cluster/artifacts/"
 NAMES = "cluster/names/"
 DISABLED = "cluster/disabled/"
 CALLERS = "callers/"  # TENANT/LEASE: the leases of callers; nobody watches them
+FENCES = "callers/writes/"  # WORKER: comes with what that worker writes for callers (worker/fence.py)
 PLANS = "plans/"  # TENANT/KEY/: PlanRecord (core/plan.py); nobody watches them
 PLAN_MARKERS = "running/"  # DIGEST: who runs which plan, so that those of a gateway that has gone are found
 
@@ -84,6 +87,11 @@ def artifact_key(tenant: str, artifact_id: str, lease_id: int = 0) -> str:
 def name_key(tenant: str, name: str) -> str:
     """Where a name of a tenant is."""
     return f"{NAMES}{tenant}/{name}"
+
+
+def fence_key(worker_id: str) -> str:
+    """What a worker writes for callers comes with this key, under a lease that it can end."""
+    return FENCES + worker_id
 
 
 def _tenant_and(key: str, prefix: str) -> tuple[str, str]:
@@ -170,6 +178,7 @@ class ClusterView:
         self.artifact_ids: Counter[str] = Counter()  # how many tenants have each
         self.disabled: dict[str, str] = {}  # what is to serve without the pool, and a note
         self.names: dict[tuple[str, str], str] = {}  # tenant and name -> id of the artifact
+        self.name_revisions: dict[tuple[str, str], int] = {}  # at which each was put
         self._of_key: dict[str, tuple[str, WorkerId]] = {}  # of a replica's key, since ids may hold slashes
 
     def __repr__(self) -> str:
@@ -220,6 +229,7 @@ class ClusterView:
             self.artifacts.clear()
             self.artifact_ids.clear()
             self.names.clear()
+            self.name_revisions.clear()
             self.disabled.clear()
             self._of_key.clear()
             self.restored = False
@@ -266,6 +276,7 @@ class ClusterView:
             self.disabled[key.removeprefix(DISABLED)] = entry.value.decode()
         elif key.startswith(NAMES):
             self.names[_tenant_and(key, NAMES)] = decode_name(entry.value).artifact_id
+            self.name_revisions[_tenant_and(key, NAMES)] = entry.revision
         elif key == RESTORED:
             self.restored = True
         elif key == SHARD_COUNT:
@@ -287,6 +298,7 @@ class ClusterView:
             self.disabled.pop(key.removeprefix(DISABLED), None)
         elif key.startswith(NAMES):
             self.names.pop(_tenant_and(key, NAMES), None)
+            self.name_revisions.pop(_tenant_and(key, NAMES), None)
         elif key == RESTORED:
             self.restored = False
         elif key in self._of_key:
@@ -310,5 +322,6 @@ class ClusterView:
         assert sum(map(len, self.replicas.values())) == len(self._of_key)
         assert all(self.replicas.values())
         assert all(self.artifacts.values())
+        assert self.name_revisions.keys() == self.names.keys()
         assert self.artifact_ids == Counter(artifact for _, artifact in self.artifacts)
         assert all(holder.token.revision <= self.revision for holder in self.shards.values())

@@ -174,6 +174,7 @@ class PlanExecution:
                 self._followers.setdefault(need, []).append(step)
         self._running: dict[int, _Attempt] = {}
         self._waiting: dict[int, tuple[float, int, float]] = {}  # to be tried again: when, attempts so far, first start
+        self._why: dict[int, str] = {}  # the last error of a step that is tried again
         self._writing: PlanRecord | None = None
         self._written: PlanRecord | None = None
         self._changed = True  # since what was last to be written
@@ -293,6 +294,7 @@ class PlanExecution:
         again_at = now + self._delay(event.attempt)
         if isinstance(event.error, RETRIED) and again_at < self._deadline:
             self._waiting[event.step] = again_at, event.attempt, attempt.first_at
+            self._why[event.step] = str(event.error)
             return
         label = self._record.plan.steps[event.step].label(event.step)
         message = f"{label}: {event.error}"[:MESSAGE_CHARS_MAX]
@@ -332,7 +334,8 @@ class PlanExecution:
     def _late(self) -> str:
         unfinished = sorted({*self._running, *self._waiting}) or list(ready(self._record.plan, self._outcomes))
         labels = [self._record.plan.steps[each].label(each) for each in unfinished[:3]]
-        return f"the deadline passed before {', '.join(labels)} had ended"
+        why = next((f"; tried again because: {self._why[each]}" for each in unfinished if each in self._why), "")
+        return f"the deadline passed before {', '.join(labels)} had ended{why}"
 
     def _dispatch(self, now: float) -> list[Instruction]:
         done: list[Instruction] = []

@@ -68,16 +68,19 @@ class GatewayPlans:
         me: this gateway.
         view: of the cluster, kept current by somebody else.
         jitter: a number from 0 to 1.
+        lease: of this gateway at the store; 0 while it has none.
         adopts: whether it looks for plans of gateways that have gone.
     """
 
-    def __init__(self, me: WorkerId, view: ClusterView, jitter: Callable[[], float], adopts: bool = True) -> None:
+    def __init__(
+        self, me: WorkerId, view: ClusterView, jitter: Callable[[], float], lease: Callable[[], int], adopts: bool = True
+    ) -> None:  # fmt: skip
         self._me = me
         self._view = view
         self._jitter = jitter
         self._adopts = adopts
         self.outbox = Outbox()
-        self._runs = PlanRuns(view, self.outbox, jitter, self._over, self._run_changed)
+        self._runs = PlanRuns(view, self.outbox, jitter, me, lease, self._over, self._run_changed)
         self._waiters: dict[int, _Waiter] = {}
         self._waiting: dict[str, dict[int, _Waiter]] = {}  # by key
         self._seen: tuple[int, int, frozenset[WorkerId]] = 0, 0, frozenset()  # of the view: life, revision, workers

@@ -22,6 +22,7 @@ from tensorcast_connector.errors import InvalidArgument, ProtocolError
 
 WORKER_OPERATIONS: Mapping[str, frozenset[str]] = {
     "prefetch": frozenset({"artifact"}),
+    "replicate": frozenset({"artifact", "device"}),
     "pin": frozenset({"artifact", "pin", "ttl_s"}),
     "unpin": frozenset({"artifact", "pin"}),
 }
@@ -63,7 +64,12 @@ class PlanSpec(msgspec.Struct, frozen=True, array_like=True):
             encoded = msgspec.msgpack.encode(self, order="deterministic")
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise InvalidArgument(f"a plan that cannot be written down: {error}") from error
-        return blake3.blake3(encoded).hexdigest()[:32]
+        return digest_of(encoded)
+
+
+def digest_of(encoded: bytes) -> str:
+    """Of a plan that was encoded in deterministic order."""
+    return blake3.blake3(encoded).hexdigest()[:32]
 
 
 _plan_decoder = msgspec.msgpack.Decoder(PlanSpec)

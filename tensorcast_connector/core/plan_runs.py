@@ -16,7 +16,7 @@ from tensorcast_connector.config import (
     STORE_TIMEOUT_S,
 )
 from tensorcast_connector.core import execution as ex
-from tensorcast_connector.core.cluster import ClusterView
+from tensorcast_connector.core.cluster import ClusterView, fence_key
 from tensorcast_connector.core.plan import (
     Marker,
     PlanRecord,
@@ -64,9 +64,18 @@ def executor_of(view: ClusterView, step: StepSpec, tenant: str) -> WorkerId:
         if instance is None or instance.tenant not in ("", tenant):
             raise Unavailable(f"there is no instance {step.target!r}")
         return WorkerId(instance.worker_id)
-    named = [each for each, record in view.workers.items() if step.target in (each, record.name)]
+    return worker_named(view, step.target)
+
+
+def worker_named(view: ClusterView, name: str) -> WorkerId:
+    """The worker with that name or id.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    named = [each for each, record in view.workers.items() if name in (each, record.name)]
     if not named:
-        raise Unavailable(f"there is no worker {step.target!r}")
+        raise Unavailable(f"there is no worker {name!r}")
     return max(named)
 
 
@@ -76,18 +85,22 @@ class PlanRuns:
     Args:
         view: of the cluster, kept current by somebody else.
         jitter: a number from 0 to 1.
+        me: this gateway.
+        lease: of this gateway at the store; 0 while it has none.
         over: told when a plan does not run here any more, and why.
         changed: told after something has happened to one, and the error if its record could not be written.
     """
 
     def __init__(
-        self, view: ClusterView, outbox: Outbox, jitter: Callable[[], float],
+        self, view: ClusterView, outbox: Outbox, jitter: Callable[[], float], me: WorkerId, lease: Callable[[], int],
         over: Callable[[str, ex.Finish | ex.Follow, Moment], None],
         changed: Callable[[str, TensorcastError | None, Moment], None],
     ) -> None:  # fmt: skip
         self._view = view
         self._outbox = outbox
         self._jitter = jitter
+        self._me = me
+        self._lease = lease
         self._tell_over = over
         self._tell_changed = changed
         self._running: dict[str, _Running] = {}
@@ -166,6 +179,8 @@ class PlanRuns:
         if len(value) > PLAN_BYTES_MAX:
             return ex.TooLarge(len(value))
         granted_at, lease_id = self._leases.get(running.lease_ttl_s, (0.0, 0))
+        if not write.revision and not self._lease():
+            return ex.WriteFailed()  # a plan of a gateway that is not there is everybody's
         if running.lease_id:
             self._put(running, write, value)
         elif lease_id and at.now < granted_at + PLAN_LEASE_SHARED_S:
@@ -212,6 +227,9 @@ class PlanRuns:
     def _put(self, running: _Running, write: ex.WriteRecord, value: bytes) -> None:
         where, mark, lease_id = plan_key(running.key), marker_key(running.key), running.lease_id
         message = WriteRecords([(where, write.revision)], [(where, value, lease_id)], [])
+        if not write.revision and (mine := self._lease()):
+            # A record that nobody has seen is not made after this gateway has gone: others have said that there is none.
+            message.puts.append((fence_key(self._me), b"", mine))
         if write.record.finished:
             message.deletes.append(mark)
         elif running.marked != lease_id:

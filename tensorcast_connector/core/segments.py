@@ -198,6 +198,20 @@ class Segments:
         for page in old:
             self._evict(page)
 
+    def born_of(self, key: bytes) -> int:
+        """Which of all pages that were ever reserved that page is; 0: it is not here."""
+        page = self._pages.get(key)
+        return page.born if page is not None else 0
+
+    def evict_page(self, key: bytes) -> bool:
+        """Evicts a page; False if it is in use."""
+        page = self._pages.get(key)
+        if page is not None and (page.owner is not None or page.holds):
+            return False
+        if page is not None:
+            self._evict(page)
+        return True
+
     def evict_of(self, keyspaces: Container[bytes]) -> tuple[int, int]:
         """Evicts the pages of some keyspaces; how many, and how many stay because they are in use."""
         of = [page for page in self._pages.values() if page.key[:KEYSPACE_BYTES] in keyspaces]

@@ -1,4 +1,4 @@
-"""What happened in one process to pages, holds and shards, for people: the story of one of them, line by line.
+"""What happened in one process to pages, holds, shards, artifacts and plans, for people: the story of one of them, line by line.
 
 A ring: the oldest events go when there are too many, or when they name too many pages. Recording a batch costs the same
 for one page and for thousands: its keys are kept as they came, and looked at only when somebody asks.
@@ -9,10 +9,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
-from tensorcast_connector.config import STORY_EVENTS_MAX, STORY_KEYS_MAX, STORY_LINES_MAX, STORY_PREFIX_DIGITS_MIN
+from tensorcast_connector.config import (
+    STORY_CAUSE_CHARS_MAX,
+    STORY_EVENTS_MAX,
+    STORY_KEYS_MAX,
+    STORY_LINES_MAX,
+    STORY_PREFIX_DIGITS_MIN,
+)
+from tensorcast_connector.core.artifact import is_artifact_id
 from tensorcast_connector.types import KEYSPACE_BYTES
 
-_Event = tuple[float, str, str, Sequence[bytes], Sequence[object], Sequence[int], str]
+_Event = tuple[float, str, str, Sequence[bytes], Sequence[object], Sequence[int], str, Sequence[str]]
 _OUTCOMES_SHOWN_MAX = 4
 _as_shard = re.compile(r"shard[ /]?(\d{1,3})").fullmatch
 _as_hex = re.compile(r"[0-9a-f]+").fullmatch
@@ -47,20 +54,22 @@ class Stories:
         each: Sequence[object] = (),
         shards: Sequence[int] = (),
         cause: str = "",
+        names: Sequence[str] = (),
     ) -> None:
         """Something happened. The sequences are kept, not copied: nobody may change them afterwards.
 
         Args:
             at: when, by the clock of this process in seconds.
             what: the name of the event, the same for all of its kind.
-            about: the id of the hold, worker or report that it is about.
+            about: the id of the hold, worker, report or artifact that it is about, or TENANT/KEY of a plan.
             keys: of the pages concerned.
             each: what became of each of `keys`, None for nothing; empty if they are not spoken of one by one.
             shards: the shards concerned.
-            cause: why, or with what result, in a few words.
+            cause: why, or with what result, in a few words; cut to STORY_CAUSE_CHARS_MAX.
+            names: what else people may ask for it by: a name of the artifact, the key of the plan, the artifact of a step.
         """
         events = self._events
-        events.append((at, what, about, keys, each, shards, cause))
+        events.append((at, what, about, keys, each, shards, cause[:STORY_CAUSE_CHARS_MAX], names))
         self._keys += len(keys)
         while len(events) > self._events_max or (self._keys > self._keys_max and len(events) > 1):
             self._keys -= len(events.popleft()[3])
@@ -69,8 +78,9 @@ class Stories:
         """What is known of `text`, oldest first; the latest STORY_LINES_MAX lines.
 
         Args:
-            text: hex digits that a block hash begins with (at least 4), the beginning of a hold's or a worker's id,
-                `shard 12`, or the name of an event; everything if it is empty.
+            text: hex digits that a block hash begins with (at least 4), the beginning of a hold's, a worker's or an artifact's
+                id, the name of an artifact (all that is known of each that had it), the key of a plan, `shard 12`, or the name
+                of an event; everything if it is empty.
             unix_offset_s: what to add to the clock of this process to get the wall time; None: its clock is shown.
         """
         found: deque[str] = deque(maxlen=STORY_LINES_MAX)
@@ -78,8 +88,9 @@ class Stories:
         number = _as_shard(wanted)
         shard = int(number.group(1)) if number else -1
         places_in = _page_finder(wanted.lower())
+        artifacts = self._artifacts_of(wanted)
         for event in self._events:
-            at, what, about, keys, each, shards, _ = event
+            at, what, about, keys, each, shards, _, names = event
             places = places_in(keys)
             if (
                 places
@@ -88,15 +99,27 @@ class Stories:
                 or shard in shards
                 or (about and about.startswith(wanted))
                 or wanted in each
+                or wanted in names
+                or (artifacts and (about in artifacts or not artifacts.isdisjoint(names)))
             ):
                 found.append(f"{_time(at, unix_offset_s)}  {_described(event, places)}")
         return list(found)
+
+    def _artifacts_of(self, wanted: str) -> set[str]:
+        """The ids of the artifacts whose id begins so, or that were named so."""
+        return {
+            about for _, _, about, *_, names in self._events
+            if wanted and (wanted in names or about.startswith(wanted)) and is_artifact_id(about)
+        }  # fmt: skip
 
 
 def nothing_found(text: str) -> str:
     """What to say when there are no lines about `text`: why that may be, and what else can be asked."""
     wanted = text.strip()
-    others = "the id of a hold or a worker, 'shard 12', the name of an event such as fetch, or '' for everything"
+    others = (
+        "an artifact's id or name, a plan's key, the id of a hold or a worker, 'shard 12', the name of an event such as fetch, "
+        "or '' for everything"
+    )
     why = "only the latest events are kept"
     if _as_hex(wanted.lower()) and len(wanted) < STORY_PREFIX_DIGITS_MIN:
         why = f"of a page at least {STORY_PREFIX_DIGITS_MIN} hex digits of its block hash are needed"
@@ -126,7 +149,7 @@ def _time(at: float, unix_offset_s: float | None) -> str:
 
 def _described(event: _Event, places: Sequence[int]) -> str:
     """One line: what happened, about whom, to which of how many pages, what became of them, and why."""
-    _, what, about, keys, each, shards, cause = event
+    _, what, about, keys, each, shards, cause, _ = event
     parts = [f"{what} {about}".rstrip()]
     if len(places) == 1:
         parts.append(f"page {places[0] + 1} of {len(keys)} ({keys[places[0]][KEYSPACE_BYTES:].hex()[:16]})")

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +49,25 @@ def weights_epoch(folder: Path, cache_dir: Path, progress: Callable[[str], None]
     except OSError as error:
         raise ConfigError(f"cannot read the weights in {folder}: {error.strerror}") from error
     return "content:" + blake3.blake3(json.dumps(digests).encode()).hexdigest()
+
+
+def private_epoch() -> str:
+    """An epoch that nobody else has."""
+    return f"private:{secrets.token_hex(16)}"
+
+
+def hub_snapshot(model: str, revision: str | None, cache_dir: str | None = None) -> Path:
+    """The folder of a model of the hub that is on this host.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
+    except Exception as error:
+        raise ConfigError(f"the files of {model} were not found on this host") from error
 
 
 def _file_digest(path: Path, cache_dir: Path, progress: Callable[[str], None]) -> str:

@@ -14,6 +14,7 @@ from tensorcast_connector.errors import (
     Unavailable,
     error_from_code,
 )
+from tensorcast_connector.net.private import check_owner_only
 from tensorcast_connector.net.transport import Stream
 from tensorcast_connector.wire.codec import decode, encode, failure_decoder
 from tensorcast_connector.wire.frames import HEADER_BYTES, Kind, decode_header, encode_frame
@@ -41,8 +42,7 @@ def read_token(path: str) -> Access | None:
         raise ConfigError(f"token_file={path!r}: {error.strerror}") from error
     except UnicodeDecodeError:
         raise ConfigError(f"token_file={path!r}: a token is text") from None
-    if mode & 0o077:
-        raise ConfigError(f"token_file={path!r} can be read by others (mode {mode & 0o777:03o}); chmod 600 it")
+    check_owner_only("token_file", path, mode)
     try:
         return Access(text.strip())
     except ConfigError as error:
@@ -110,23 +110,24 @@ async def admit(stream: Stream, access: Access) -> str | None:
 async def _admit(stream: Stream, access: Access) -> str | None:
     start = await _receive(stream, len(MAGIC))
     if start != MAGIC:
-        raise _refused(stream, "this cluster wants a token (--token-file, or token= of connect)")
+        raise refused(stream, "this cluster wants a token (--token-file, or token= of connect)")
     head = await _receive(stream, NONCE_BYTES + 1)
     theirs, length = head[:NONCE_BYTES], head[NONCE_BYTES]
     try:
         tenant = (await _receive(stream, length)).decode() if length else ""
     except UnicodeDecodeError:
-        raise _refused(stream, "the name of a tenant is text") from None
+        raise refused(stream, "the name of a tenant is text") from None
     key, mine = access.key(tenant), secrets.token_bytes(NONCE_BYTES)
     while mine.startswith(FRAME_MAGIC):  # one in 65,536
         mine = secrets.token_bytes(NONCE_BYTES)
     stream.write(mine + proof(key, b"server", theirs, mine, tenant))
     if not same(await _receive(stream, PROOF_BYTES), proof(key, b"client", theirs, mine, tenant)):
-        raise _refused(stream, f"a wrong token{f' for tenant {tenant!r}' if tenant else ''}")
+        raise refused(stream, f"a wrong token{f' for tenant {tenant!r}' if tenant else ''}")
     return tenant or None
 
 
-def _refused(stream: Stream, why: str) -> Unauthorized:
+def refused(stream: Stream, why: str) -> Unauthorized:
+    """The error that is raised at the listener, after the caller was told the same, in the form that everybody understands."""
     stream.write(encode_frame(Kind.ERROR, 0, encode(Failure(Unauthorized.code, why))))
     return Unauthorized(why)
 

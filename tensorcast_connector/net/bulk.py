@@ -5,6 +5,7 @@ parallelism opens more connections.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -39,10 +40,11 @@ from tensorcast_connector.wire.messages import (
 
 @dataclass(frozen=True, slots=True)
 class PageBytes:
-    """A page that is ready to be sent, and its digest."""
+    """A page that is ready to be sent, its digest, and how old it is."""
 
     data: memoryview
     digest: int
+    age_s: float = 0.0
 
 
 class PageSource(Protocol):
@@ -120,7 +122,8 @@ async def _send_parts(
 
 async def _send_pages(stream: Stream, request_id: int, pages: Sequence[PageBytes | None]) -> None:
     present = [page for page in pages if page is not None]
-    reply = Fetched([(page.data.nbytes, page.digest) if page else (0, 0) for page in pages])
+    ages_s = [page.age_s if page else 0.0 for page in pages]
+    reply = Fetched([(page.data.nbytes, page.digest) if page else (0, 0) for page in pages], ages_s)
     total = sum(page.data.nbytes for page in present)
     stream.write(encode_frame(Kind.REPLY, request_id, encode(reply), payload_bytes=total))
     try:
@@ -149,14 +152,16 @@ class BulkClient:
         return f"<BulkClient {self.address} {len(self._idle)} idle>"
 
     async def fetch(
-        self, keys: Sequence[bytes], target: Callable[[int, int], memoryview], done: Callable[[int, int], None]
-    ) -> None:
+        self, keys: Sequence[bytes], target: Callable[[int, int], memoryview], done: Callable[[int, int], None],
+        aged: Callable[[int, float], None] = lambda *_: None,
+    ) -> None:  # fmt: skip
         """Fetches pages in order, once a connection is free.
 
         Args:
             keys: the pages.
             target: (index, length) -> the memory to fill, exactly `length` bytes; may raise if that length cannot be.
-            done: (index, digest) -> called when the page has arrived; pages that are gone are never reported.
+            aged: (index, seconds) -> how old the page is at most, by the peer's clock and the time that this took.
+            done: (index, digest) -> called after that when the page has arrived; pages that are gone are never reported.
 
         Raises:
             Unavailable: the peer went away, or did not deliver in time; pages reported before are complete.
@@ -164,7 +169,8 @@ class BulkClient:
         """
 
         async def receive(stream: Stream, header: Header, frame: Frame) -> None:
-            pages = result_of(frame, Fetched).pages
+            reply = result_of(frame, Fetched)
+            pages = reply.pages
             lengths = [length for length, _ in pages]
             if len(pages) != len(keys) or min(lengths, default=0) < 0 or sum(lengths) != header.payload_bytes:
                 raise ProtocolError(
@@ -173,8 +179,12 @@ class BulkClient:
             for index, (length, digest) in enumerate(pages):
                 if length:
                     await stream.receive_into(target(index, length))
+                    age_s = reply.ages_s[index] if index < len(reply.ages_s) else 0.0
+                    aged(index, (age_s if 0 <= age_s < math.inf else 0.0) + clock() - asked_at)
                     done(index, digest)
 
+        clock = asyncio.get_running_loop().time
+        asked_at = clock()
         await self._exchange(Fetch(list(keys)), receive)
 
     async def fetch_bytes(self, artifact_id: str, parts: Sequence[tuple[int, memoryview]]) -> None:

@@ -7,7 +7,7 @@ import socket
 from typing import TypeVar
 
 from tensorcast_connector.config import CONNECT_TIMEOUT_S
-from tensorcast_connector.errors import ProtocolError, TensorcastError, Unavailable
+from tensorcast_connector.errors import Exhausted, ProtocolError, TensorcastError, Unavailable
 from tensorcast_connector.net.rpc import result_of
 from tensorcast_connector.wire.codec import (
     encode,
@@ -58,6 +58,7 @@ class DescriptorChannel:
 
         Raises:
             Unavailable: no worker there, or it went away.
+            Exhausted: this process has as many open files as it may have.
             ProtocolError: what is there is no worker.
             TensorcastError: what the worker answered instead.
         """
@@ -95,10 +96,16 @@ class DescriptorChannel:
         with contextlib.ExitStack() as on_error:
             await _readable(sock)
             # What is read here is the byte that carries the descriptor, or the first byte of an error.
-            first, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
+            first, descriptors, flags, _ = socket.recv_fds(sock, 1, 1)
             for descriptor in descriptors:
                 on_error.callback(os.close, descriptor)
                 os.set_inheritable(descriptor, False)  # recv_fds takes no MSG_CMSG_CLOEXEC
+            if flags & socket.MSG_CTRUNC and not descriptors:  # one was passed, and the kernel had no number for it
+                self.close()
+                raise Exhausted(
+                    f"no file descriptor is left for the memory of unix:{self._path}: let go of tensors, or raise the limit of "
+                    "open files (ulimit -n)"
+                )
             if len(descriptors) != 1:
                 result_of(await self._reply(sock, first), expected)
                 raise ProtocolError("the worker did not pass its memory")

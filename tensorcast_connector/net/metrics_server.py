@@ -20,6 +20,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from tensorcast_connector.errors import ConfigError
+from tensorcast_connector.net.accepting import Acceptor, listen_tcp
 from tensorcast_connector.net.histogram import Histogram
 from tensorcast_connector.types import Address
 
@@ -94,10 +95,11 @@ class _Collected(Collector):
                 yield family.metric(found[family.name])
 
 
-def registry_of(sources: Sequence[Source]) -> CollectorRegistry:
+def registry_of(*sources: Sequence[Source]) -> CollectorRegistry:
     """All metrics of a process: those of `sources` and what the kernel says of the process."""
     registry = CollectorRegistry()
-    registry.register(_Collected(sources))
+    for each in sources:
+        registry.register(_Collected(each))
     ProcessCollector(registry=registry)
     return registry
 
@@ -108,21 +110,29 @@ class MetricsListener:
 
     address: Address
     _runner: web.AppRunner
+    _acceptors: Sequence[Acceptor]
 
     async def close(self) -> None:
         """Stops listening."""
+        for acceptor in self._acceptors:
+            await acceptor.close()
         await self._runner.cleanup()
 
 
-async def serve_metrics(address: Address, sources: Sequence[Source]) -> MetricsListener:
+async def serve_metrics(address: Address, sources: Sequence[Source], besides: Sequence[Source] = ()) -> MetricsListener:
     """Serves `/metrics` and `/healthz` at `address` (port 0 = any) until the listener is closed.
 
     `/healthz` answers 200, or 503 and the reason while a source is ill, or while there is none: it starts, or stops.
 
+    Args:
+        address: where.
+        sources: of what the process does; may change meanwhile.
+        besides: metrics that say nothing of that, and need no refreshing.
+
     Raises:
         ConfigError: the address cannot be listened on; says why.
     """
-    registry = registry_of(sources)
+    registry = registry_of(sources, besides)
 
     async def metrics(request: web.Request) -> web.Response:
         for source in sources:
@@ -141,11 +151,15 @@ async def serve_metrics(address: Address, sources: Sequence[Source]) -> MetricsL
     runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
     await runner.setup()
     try:
-        await web.TCPSite(runner, address.host, address.port).start()
+        bound = await listen_tcp(address.host, address.port)
     except (OSError, UnicodeError) as error:
         await runner.cleanup()
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ConfigError(f"metrics={str(address)!r}: cannot listen there: {reason}") from error
-    listener = MetricsListener(Address("tcp", host=address.host, port=runner.addresses[0][1]), runner)
+    here = Address("tcp", host=address.host, port=bound[0].getsockname()[1])
+    factory = runner.server
+    assert factory is not None  # after its setup
+    acceptors = [Acceptor(each, factory, f"metrics at {here}") for each in bound]
+    listener = MetricsListener(here, runner, acceptors)
     logger.info("metrics at http://%s/metrics", listener.address, extra={"metrics": str(listener.address)})
     return listener

@@ -49,6 +49,12 @@ def _remove_stale_socket(path: str) -> None:
         raise OSError(answer, os.strerror(answer))
 
 
+def check_owner_only(field: str, path: str, mode: int) -> None:
+    """Raises ConfigError for a secret file, named by `field`, with a mode that lets others read it, as ssh does for its keys."""
+    if mode & 0o077:
+        raise ConfigError(f"{field}={path!r} can be read by others (mode {mode & 0o777:03o}); chmod 600 it")
+
+
 def private_directory(path: Path) -> None:
     """Makes `path` and what is missing above it (mode 0700); one that exists must be ours and writable by us alone.
 

@@ -7,20 +7,22 @@ CANCEL, and a connection that ends cancels all it had asked for.
 import asyncio
 import inspect
 import logging
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Awaitable
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from tensorcast_connector.config import (
+    ANSWERS_UNREAD_BYTES_MAX,
+    ANSWERS_UNREAD_MAX_S,
     HELLO_BYTES_MAX,
     HELLO_TIMEOUT_S,
     REQUESTS_IN_FLIGHT_MAX,
+    REQUESTS_WAITING_BYTES_MAX,
 )
 from tensorcast_connector.errors import (
     DeadlineExceeded,
-    Exhausted,
     ProtocolError,
     TensorcastError,
     Unauthorized,
@@ -28,6 +30,7 @@ from tensorcast_connector.errors import (
     error_from_code,
 )
 from tensorcast_connector.net.transport import Stream
+from tensorcast_connector.net.turns import Share, turns
 from tensorcast_connector.wire.codec import (
     decode,
     encode,
@@ -61,6 +64,7 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=Message)
 Told = TypeVar("Told", bound=TensorcastError)
 STORE = "store"
+PING = encode(Ping())
 TENANT_ROLES = (CALLER_ROLE, BULK_ROLE)  # what a tenant's token is for
 
 
@@ -167,21 +171,33 @@ def _told(stream: Stream, error: Told) -> Told:
 
 
 class Connection:
-    """The server's end of one connection after its hello."""
+    """The server's end of one connection after its hello.
 
-    def __init__(self, stream: Stream, service: Service, session: Session) -> None:
+    Args:
+        kept: not ended when the peer does not read, because it may be writing into memory that it would lose with it.
+    """
+
+    def __init__(self, stream: Stream, service: Service, session: Session, kept: bool = False) -> None:
         self._stream = stream
         self._service = service
         self._session = session
+        self._kept = kept
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._decoder = FrameDecoder()
-        self._frames: deque[Frame] = deque()  # that have arrived, and wait until replies have gone out
+        self._waiting: OrderedDict[int, Frame] = (
+            OrderedDict()
+        )  # requests that are not begun, in the order of their coming
+        self._waiting_bytes = 0
+        self._turns = turns()
+        self._driver: asyncio.Task[None] | None = None  # serves what waits, when it can
+        self._room = asyncio.Event()  # a request has ended
+        self._written_bytes = 0
 
     async def serve(self) -> None:
         """Until the peer leaves or breaks the protocol.
 
         Raises:
-            Unavailable: it left in the middle of something.
+            Unavailable: it left in the middle of something, or does not read its answers.
             ProtocolError: it broke the protocol; it has been told.
         """
         try:
@@ -190,38 +206,112 @@ class Connection:
         except ProtocolError as error:
             raise _told(self._stream, error) from None
         finally:
-            tasks = list(self._tasks.values())
+            tasks = [*self._tasks.values(), *([self._driver] if self._driver is not None else [])]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._session.close()
 
+    # --- what is served when ---
+
     def _take(self, data: memoryview) -> bool:
-        """Serves what arrived. A peer that does not read its replies is not read either, so they cannot pile up here."""
-        self._frames += self._decoder.feed(data)
-        while self._frames:
-            self._dispatch(self._frames.popleft())
-            if not self._stream.flushed:
-                return False
+        """Serves what arrived, as far as its share goes."""
+        try:
+            for frame in self._decoder.feed(data):
+                self._arrived(frame)
+        finally:  # what came before nonsense is answered
+            self._serve()
         return True
 
-    def _dispatch(self, frame: Frame) -> None:
+    def _arrived(self, frame: Frame) -> None:
+        """What must not wait is done; requests wait."""
+        number = frame.request_id
         if frame.kind is Kind.CANCEL:
-            if task := self._tasks.get(frame.request_id):
+            if number in self._waiting:
+                self._waiting_bytes -= len(self._waiting.pop(number).body)
+            elif task := self._tasks.get(number):
                 task.cancel()
-            return
-        if frame.kind is not Kind.REQUEST:
+        elif frame.kind is not Kind.REQUEST:
             raise ProtocolError(f"a client sends requests and cancels, not {frame.kind.name}")
-        if frame.request_id in self._tasks:
-            raise ProtocolError(f"request id {frame.request_id} is in use")
+        elif number in self._tasks or number in self._waiting:
+            raise ProtocolError(f"request id {number} is in use")
+        elif frame.body == PING:
+            self._answer(number, Ok())
+        else:
+            self._waiting[number] = frame
+            self._waiting_bytes += len(frame.body)
+
+    def _serve(self, share: Share | None = None) -> None:
+        """Begins requests that wait, one at least. While others have their turn the rest waits, and then nothing more is read.
+
+        The same while too many are under way, or the peer does not read its answers, so that nothing piles up here.
+        """
+        while self._waiting and not self._blocked:
+            _, frame = self._waiting.popitem(last=False)
+            self._waiting_bytes -= len(frame.body)
+            self._dispatch(frame)
+            if self._waiting:  # seldom
+                share = share or self._turns.share()
+                if not share.left():
+                    break
+        if self._waiting or not self._stream.flushed:
+            self._drive()
+
+    @property
+    def _blocked(self) -> bool:
+        return len(self._tasks) >= REQUESTS_IN_FLIGHT_MAX or not self._stream.flushed
+
+    def _drive(self) -> None:
+        if self._waiting_bytes > REQUESTS_WAITING_BYTES_MAX or not self._stream.flushed:
+            self._stream.pause()
+        if self._driver is None:
+            self._driver = asyncio.get_running_loop().create_task(self._driven())
+
+    async def _driven(self) -> None:
+        """Until nothing waits."""
         try:
-            message = decode(self._service.decoder, frame.body)
-            if isinstance(message, Ping):
-                self._answer(frame.request_id, Ok())
-                return
-            if len(self._tasks) >= REQUESTS_IN_FLIGHT_MAX:
-                raise Exhausted(f"more than {REQUESTS_IN_FLIGHT_MAX} requests in flight")
-            result = self._session.handle(message)
+            while True:
+                if self._stream.flushed and self._waiting_bytes <= REQUESTS_WAITING_BYTES_MAX:
+                    self._stream.resume()
+                if not self._stream.flushed:
+                    await self._drained()
+                elif not self._waiting:
+                    return
+                elif len(self._tasks) >= REQUESTS_IN_FLIGHT_MAX:
+                    self._room.clear()
+                    await self._room.wait()
+                else:
+                    self._serve(await self._turns.turn())
+        except Unavailable:
+            pass  # the connection has ended
+        finally:
+            self._driver = None
+
+    async def _drained(self) -> None:
+        """Until the peer has read its answers.
+
+        Raises:
+            Unavailable: it does not.
+        """
+        while not self._stream.flushed:
+            taken = self._written_bytes - self._stream.unsent_bytes
+            try:
+                async with asyncio.timeout(ANSWERS_UNREAD_MAX_S):
+                    await self._stream.drained()
+            except TimeoutError:
+                if self._written_bytes - self._stream.unsent_bytes <= taken and not self._kept:
+                    self._end(f"has read none of its answers for {ANSWERS_UNREAD_MAX_S:g} s")
+                    raise Unavailable(f"{self._stream.peer} does not read") from None
+
+    def _end(self, why: str) -> None:
+        logger.warning("connection from %s closed: it %s", self._stream.peer, why)
+        self._stream.close()
+
+    # --- one request ---
+
+    def _dispatch(self, frame: Frame) -> None:
+        try:
+            result = self._session.handle(decode(self._service.decoder, frame.body))
         except Exception as error:
             self._answer(frame.request_id, _as_failure(error))
             return
@@ -233,6 +323,7 @@ class Connection:
     def _spawn(self, frame: Frame, result: Awaitable[Message]) -> None:
         def ended(_: asyncio.Task[None]) -> None:
             del self._tasks[frame.request_id]
+            self._room.set()
             if inspect.iscoroutine(result):
                 result.close()  # cancelled before its first step; otherwise this does nothing
 
@@ -258,6 +349,12 @@ class Connection:
         except Exception as error:  # larger than a frame, or not encodable
             data = encode_frame(Kind.ERROR, request_id, encode(_as_failure(error)))
         self._stream.write(data)
+        self._written_bytes += len(data)
+        if not self._stream.flushed:
+            if self._stream.unsent_bytes > ANSWERS_UNREAD_BYTES_MAX and not self._kept:
+                self._end(f"does not read its answers, and {self._stream.unsent_bytes} bytes of them wait")
+            else:
+                self._drive()
 
 
 def _as_failure(error: Exception) -> Failure:

@@ -89,7 +89,9 @@ class RpcClient:
         self.server_id = ""
         self.version = 0  # of the protocol, as agreed on the last connection
         self.connected = False
-        self._heard_s = 0.0
+        self._announced = False  # `on_connected` was done, and the end of that connection was not told yet
+        self._heard_s = 0.0  # when there was the last word of the other side
+        self._heard = False  # whether there was one since the last ping
         self._given_up: Unavailable | None = None
         self._leave = asyncio.Event()  # the connection is given up
 
@@ -227,6 +229,7 @@ class RpcClient:
             self._stream = stream
             if self._on_connected is not None:
                 await self._on_connected(self)
+            self._announced = True
             if not reading.done():
                 self.connected = True
                 self._changed.set()
@@ -252,7 +255,7 @@ class RpcClient:
         clock = asyncio.get_running_loop().time
 
         def take(data: memoryview) -> bool:
-            self._heard_s = clock()
+            self._heard_s, self._heard = clock(), True
             for frame in decoder.feed(data):
                 if frame.request_id == 0:
                     result_of(frame, Message)  # the server says why it ends the connection
@@ -275,15 +278,18 @@ class RpcClient:
         """Returns when the connection is to be given up: another address is tried, or the other side is silent, because it
         is stopped, or gone without the kernel telling us."""
         loop = asyncio.get_running_loop()
-        self._heard_s = loop.time()
+        self._heard_s, unanswered = loop.time(), 0
         while self._given_up is None:
+            self._heard = False
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PING_INTERVAL_S):
                     await self._leave.wait()
-            if loop.time() - self._heard_s >= SILENCE_MAX_S:
+            # Pings are counted, not seconds: while this process stands still, or waits for its turn, it asks nothing.
+            unanswered = 0 if self._heard else unanswered + 1
+            if unanswered >= SILENCE_MAX_S / PING_INTERVAL_S:
                 await asyncio.sleep(PING_INTERVAL_S / 10)  # if it was we who stood still, the answers are read now
-            if (silent_s := loop.time() - self._heard_s) >= SILENCE_MAX_S:
-                return Unavailable(f"{self.address} has been silent for {silent_s:.0f} s")
+                if not self._heard:
+                    return Unavailable(f"{self.address} has been silent for {loop.time() - self._heard_s:.0f} s")
             request_id = self._next_id
             self._next_id += 1
             stream.write(encode_frame(Kind.REQUEST, request_id, encode(Ping())))
@@ -296,9 +302,10 @@ class RpcClient:
 
     def _down(self, error: TensorcastError) -> None:
         """The connection has ended, or never came about."""
-        was_connected, self.connected, self._stream, self.error = self.connected, False, None, error
+        announced, self._announced = self._announced, False
+        self.connected, self._stream, self.error = False, None, error
         self._failures += 1
         self._fail_pending(error)
         self._changed.set()
-        if was_connected and self._on_disconnected is not None:
+        if announced and self._on_disconnected is not None:
             self._on_disconnected(error)

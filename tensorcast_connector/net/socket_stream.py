@@ -13,11 +13,13 @@ from tensorcast_connector.config import (
     TCP_KEEPALIVE_INTERVAL_S,
     TCP_KEEPALIVE_PROBES,
 )
-from tensorcast_connector.errors import Unavailable
+from tensorcast_connector.errors import TensorcastError, Unauthorized, Unavailable
 from tensorcast_connector.net.admission import Stage
+from tensorcast_connector.net.tls import seen_by_listener
 from tensorcast_connector.net.transport import Buffer
 
 RECEIVE_BUFFER_BYTES = 256 << 10
+FIRST_BYTES = 4  # by which it is told what somebody speaks
 
 
 class Accepting(Protocol):
@@ -44,10 +46,17 @@ class SocketStream(asyncio.BufferedProtocol):
         self._flushed = asyncio.Event()  # nothing is queued for sending
         self._flushed.set()
         self._read_paused = False
+        self._held = False  # by `pause`
         self._ended = False  # no more bytes will come
         self._closed = False  # and none can be sent
         self._lost: Exception | None = None
+        self.first = b""  # of the bytes that came, the first few
+        self.unheard: Callable[[], TensorcastError] | None = (
+            None  # what it means that a dialled one ended before any came
+        )
+        self._closing = False  # by this side
         self.peer = "?"
+        self.local = "?"  # this side's address
         self.tenant: str | None = None
         self.host = ""  # these three as in admission.py, by the event loop's time
         self.heard_at = 0.0
@@ -68,14 +77,31 @@ class SocketStream(asyncio.BufferedProtocol):
             peer = transport.get_extra_info("peername")  # None if it has left already
             self.peer = f"{peer[0]}:{peer[1]}" if peer else "a peer that left"
             self.host = peer[0] if peer else "?"
+            own = transport.get_extra_info("sockname")
+            self.local = f"{own[0]}:{own[1]}" if own else "?"
         if self._accepted is not None:
             self._accepted.start(self)
+
+    async def beginning(self) -> bytes:
+        """The first bytes that come, which stay to be read; b"" if none do. For the listener's side, before anything else.
+
+        Raises:
+            Unavailable: there are none for a while.
+        """
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                while self._start == self._end and not self._ended:
+                    await self._wait_for_bytes()
+        except TimeoutError:
+            raise Unavailable(f"{self.peer} says nothing") from None
+        return self.first
 
     async def secure(self, context: ssl.SSLContext) -> None:
         """The listener's side of a TLS handshake; before anything else is done with the connection.
 
         Raises:
-            Unavailable: the other side does not go through with it.
+            Unauthorized: the certificate of one side is not accepted by the other.
+            Unavailable: the other side left, or this one has closed the connection.
         """
         assert self._transport is not None
         if self._ended:
@@ -87,7 +113,11 @@ class SocketStream(asyncio.BufferedProtocol):
                 ssl_handshake_timeout=HELLO_TIMEOUT_S, ssl_shutdown_timeout=HELLO_TIMEOUT_S,
             )  # fmt: skip
         except OSError as error:
-            raise Unavailable(f"no TLS with {self.peer}: {error}") from error
+            if self._closing or isinstance(
+                error, ConnectionAbortedError
+            ):  # that is how a handshake that takes too long ends
+                raise Unavailable(f"no TLS with {self.peer}: {error}") from error
+            raise Unauthorized(seen_by_listener(error)) from error
         if made is None or self._closed:  # what was closed on this side meanwhile looks like success
             if made is not None:
                 made.close()
@@ -119,8 +149,8 @@ class SocketStream(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """asyncio: so many bytes went there."""
         self.heard_at = self._loop.time()
-        if self.stage is Stage.GREETED:
-            self.stage = Stage.ASKED
+        if self.stage is not Stage.ASKED:
+            self._begins(nbytes)
         if self._target is not None:
             self._target = self._target[nbytes:]
             if self._target.nbytes:
@@ -135,6 +165,14 @@ class SocketStream(asyncio.BufferedProtocol):
                 self._transport.pause_reading()
                 self._read_paused = True
         self._wake_reader()
+
+    def _begins(self, nbytes: int) -> None:
+        """Bytes have come, of the first there are."""
+        if not self.first:
+            came = self._target if self._target is not None else self._buffer[self._end :]
+            self.first = bytes(came[: min(nbytes, FIRST_BYTES)])
+        if self.stage is Stage.GREETED:
+            self.stage = Stage.ASKED
 
     def eof_received(self) -> bool:
         """asyncio: the peer will send no more. Returning False lets asyncio close the transport."""
@@ -162,6 +200,12 @@ class SocketStream(asyncio.BufferedProtocol):
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
+    def _check_heard(self) -> None:
+        """Raises what it means that a connection that was dialled has ended without any answer."""
+        asked = self.stage is not Stage.UNGREETED
+        if self.unheard is not None and asked and not self.first and self._ended and not self._closing:
+            raise self.unheard()
+
     # --- the Stream seam ---
 
     async def _wait_for_bytes(self) -> None:
@@ -174,6 +218,7 @@ class SocketStream(asyncio.BufferedProtocol):
     async def receive(self) -> bytes:
         """See Stream."""
         while self._start == self._end:
+            self._check_heard()
             if self._lost is not None:
                 raise Unavailable(f"connection to {self.peer} broke: {self._lost}")
             if self._ended:
@@ -198,9 +243,11 @@ class SocketStream(asyncio.BufferedProtocol):
                     self._hand(memoryview(b""))
         finally:
             self._take = None
+            self._held = False
             self._emptied()
         if self._failure is not None:
             raise self._failure
+        self._check_heard()
         if self._lost is not None:
             raise Unavailable(f"connection to {self.peer} broke: {self._lost}")
 
@@ -218,13 +265,39 @@ class SocketStream(asyncio.BufferedProtocol):
             self._read_paused = True
             self._wake_reader()
 
+    def pause(self) -> None:
+        """See Stream."""
+        self._held = True
+        if not self._read_paused and self._transport is not None and not self._ended:
+            self._read_paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """See Stream."""
+        self._held = False
+        if self._wants_more and self._end < RECEIVE_BUFFER_BYTES:
+            self._read_on()
+
     @property
     def flushed(self) -> bool:
         """See Stream."""
         return self._flushed.is_set()
 
+    @property
+    def unsent_bytes(self) -> int:
+        """See Stream."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    async def drained(self) -> None:
+        """See Stream."""
+        await self._flushed.wait()
+
     def _emptied(self) -> None:
         self._start = self._end = 0
+        if not self._held:
+            self._read_on()
+
+    def _read_on(self) -> None:
         if self._read_paused and self._transport is not None and not self._ended:
             self._read_paused = False
             self._transport.resume_reading()
@@ -244,6 +317,7 @@ class SocketStream(asyncio.BufferedProtocol):
         try:
             while self._target is not None:
                 if self._ended:
+                    self._check_heard()
                     why = f": {self._lost}" if self._lost else ""
                     raise Unavailable(f"{self.peer} left with {self._target.nbytes} bytes still to come{why}")
                 await self._wait_for_bytes()
@@ -285,6 +359,7 @@ class SocketStream(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """See Stream."""
+        self._closing = True
         if self._closed:
             return
         self._closed = self._ended = True

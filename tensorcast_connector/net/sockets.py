@@ -3,18 +3,23 @@
 import asyncio
 import contextlib
 import logging
+import socket
 import ssl
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from tensorcast_connector.config import (
     CONNECTIONS_MAX,
 )
-from tensorcast_connector.errors import ConfigError, TensorcastError, Unavailable
-from tensorcast_connector.net.access import admit, check_tenant_fits, introduce
+from tensorcast_connector.errors import ConfigError, TensorcastError, Unauthorized, Unavailable
+from tensorcast_connector.net.accepting import BACKLOG, Acceptor, listen_tcp
+from tensorcast_connector.net.access import FRAME_MAGIC, admit, check_tenant_fits, introduce, refused
 from tensorcast_connector.net.admission import least_missed
 from tensorcast_connector.net.private import bind_private
+from tensorcast_connector.net.refusals import FULL, PROTOCOL, UNAUTHORIZED, Refusals
 from tensorcast_connector.net.socket_stream import SocketStream
-from tensorcast_connector.net.tls import Tls
+from tensorcast_connector.net.tls import FLAGS, HELLO, Tls, seen_by_caller
 from tensorcast_connector.net.transport import Listener, OnStream, Stream
 from tensorcast_connector.types import Address
 from tensorcast_connector.wire.tokens import Access
@@ -25,16 +30,24 @@ _ADDRESS_ERRORS = (OSError, UnicodeError)
 
 
 class SocketListener:
-    """A listening socket; each accepted connection is served by a task that ends with the listener."""
+    """A listening socket; each accepted connection is served by a task that ends with the listener.
 
-    def __init__(self, on_stream: OnStream, context: ssl.SSLContext | None = None) -> None:
+    Args:
+        on_stream: serves a connection.
+        refused: counts those that are closed, by the kinds of net/refusals.py.
+        context: of TLS.
+    """
+
+    def __init__(self, on_stream: OnStream, refused: Counter[str], context: ssl.SSLContext | None = None) -> None:
         self._on_stream = on_stream
-        self._context = context  # of TLS
-        self._server: asyncio.Server | None = None
+        self._refused = refused
+        self._context = context
+        self._acceptors: list[Acceptor] = []
         self._tasks: dict[asyncio.Task[None], SocketStream] = {}
         self._leaving: set[asyncio.Task[None]] = set()  # that had to make room
         self._socket_file: tuple[Path, int] | None = None
         self._closed = False
+        self._refusals = Refusals()
         self.address = Address("tcp")
 
     def start(self, stream: SocketStream) -> None:
@@ -52,6 +65,7 @@ class SocketListener:
         leaves = victim or newcomer
         silent = f", and this one silent for {now - leaves.heard_at:.0f} s" if victim else ""
         logger.warning("connection from %s closed: %d are open already%s", leaves.peer, CONNECTIONS_MAX, silent)
+        self._refused[FULL] += 1
         if victim is None:
             return False
         task = next(task for task, stream in self._tasks.items() if stream is victim)
@@ -64,31 +78,51 @@ class SocketListener:
     async def _serve(self, stream: SocketStream) -> None:
         try:
             if self._context is not None:
-                await stream.secure(self._context)
+                await self._secure(stream, self._context)
             await self._on_stream(stream)
         except Unavailable:
             pass  # the peer went away; whoever served it has cleaned up
         except TensorcastError as error:
-            logger.warning("connection from %s closed: %s", stream.peer, error)
+            if self._context is None and stream.host and stream.first.startswith(HELLO):
+                self._refuse(stream, f"it speaks TLS, and this listener was started without {FLAGS}")
+            elif isinstance(error, Unauthorized):
+                self._refuse(stream, str(error))
+            else:
+                logger.warning("connection from %s closed: %s", stream.peer, error)
+                self._refused[PROTOCOL] += 1
         except Exception:
             logger.exception("serving %s failed", stream.peer)
         finally:
             stream.close()
 
-    def opened(self, server: asyncio.Server, address: Address) -> None:
-        """The socket is listening."""
-        self._server = server
+    async def _secure(self, stream: SocketStream, context: ssl.SSLContext) -> None:
+        """TLS, with who speaks it; who speaks as one without it is told."""
+        first = await stream.beginning()
+        if first.startswith(FRAME_MAGIC[:1]):
+            raise refused(stream, f"{stream.local} wants TLS, and the caller came without: give it {FLAGS}")
+        if first and not first.startswith(HELLO):
+            raise Unauthorized(f"it does not speak TLS ({FLAGS}), nor our protocol")
+        await stream.secure(context)
+
+    def _refuse(self, stream: SocketStream, why: str) -> None:
+        self._refusals.tell(stream.peer, stream.host, why, asyncio.get_running_loop().time())
+        self._refused[UNAUTHORIZED] += 1
+
+    def open(self, bound: Sequence[socket.socket], address: Address) -> None:
+        """Accepts at these sockets, which are the listener's from now on."""
+        port = 0 if address.scheme == "unix" else bound[0].getsockname()[1]
         if address.scheme == "unix":
             self.address = address
             self._socket_file = Path(address.path), Path(address.path).stat().st_ino
         else:
-            self.address = Address("tcp", host=address.host, port=server.sockets[0].getsockname()[1])
+            self.address = Address("tcp", host=address.host, port=port)
+        self._acceptors = [Acceptor(each, lambda: SocketStream(self), str(self.address)) for each in bound]
 
     async def close(self) -> None:
         """See Listener."""
         self._closed = True
-        if self._server is not None:
-            self._server.close()
+        for acceptor in self._acceptors:
+            await acceptor.close()
         self._remove_socket_file()
         for task, stream in list(self._tasks.items()):
             stream.close()
@@ -110,17 +144,25 @@ class SocketNetwork:
         access: what both sides have to show; None: nothing.
         tls: certificates of both sides; None: none.
         tenant: whom this process acts for when it dials; "" for the cluster.
+        refused: counts the connections that listeners have closed, by the kinds of net/refusals.py.
 
     Raises:
         ConfigError: the tenant's name is too long.
     """
 
-    def __init__(self, access: Access | None = None, tls: Tls | None = None, tenant: str = "") -> None:
+    def __init__(
+        self,
+        access: Access | None = None,
+        tls: Tls | None = None,
+        tenant: str = "",
+        refused: Counter[str] | None = None,
+    ) -> None:
         if access is not None:
             check_tenant_fits(tenant)
         self._access = access
         self._tls = tls
         self._tenant = tenant
+        self._refused = refused if refused is not None else Counter()
 
     async def dial(self, address: Address, timeout_s: float) -> Stream:
         """See Network."""
@@ -130,13 +172,20 @@ class SocketNetwork:
                 if address.scheme == "unix":
                     _, stream = await loop.create_unix_connection(SocketStream, address.path)
                 else:
-                    tls = self._tls.client if self._tls is not None else None
-                    _, stream = await loop.create_connection(SocketStream, address.host, address.port, ssl=tls)
+                    context = self._tls.client if self._tls is not None else None
+                    _, stream = await loop.create_connection(SocketStream, address.host, address.port, ssl=context)
         except TimeoutError as error:
             raise Unavailable(f"no answer from {address} within {timeout_s:g} s") from error
+        except (ssl.SSLError, ConnectionResetError, ConnectionAbortedError) as error:
+            if address.scheme == "unix" or self._tls is None:
+                raise Unavailable(f"cannot connect to {address}: {_reason(error)}") from error
+            raise seen_by_caller(str(address), error) from error
         except _ADDRESS_ERRORS as error:
             raise Unavailable(f"cannot connect to {address}: {_reason(error)}") from error
         stream.peer = str(address)
+        if self._tls is not None and address.scheme == "tcp":
+            tls = self._tls
+            stream.unheard = lambda: tls.unheard(str(address))
         if self._access is not None and address.scheme == "tcp":
             try:
                 await introduce(stream, self._access, self._tenant)
@@ -147,7 +196,6 @@ class SocketNetwork:
 
     async def listen(self, address: Address, on_stream: OnStream) -> Listener:
         """See Network. A Unix socket is readable and writable by its owner only."""
-        loop = asyncio.get_running_loop()
         access = self._access if address.scheme == "tcp" else None
 
         async def admitted(stream: Stream) -> None:
@@ -157,19 +205,18 @@ class SocketNetwork:
 
         # Not asyncio's own handshake: until that is done, nobody would count the connection.
         context = self._tls.server if self._tls is not None and address.scheme == "tcp" else None
-        listener = SocketListener(on_stream if access is None else admitted, context)
+        listener = SocketListener(on_stream if access is None else admitted, self._refused, context)
         try:
-            if address.scheme == "unix":
-                with contextlib.ExitStack() as on_error:
-                    sock = bind_private(address.path)
+            with contextlib.ExitStack() as on_error:
+                unix = address.scheme == "unix"
+                bound = [bind_private(address.path)] if unix else await listen_tcp(address.host, address.port)
+                for sock in bound:
                     on_error.callback(sock.close)
-                    server = await loop.create_unix_server(lambda: SocketStream(listener), sock=sock)
-                    on_error.pop_all()
-            else:
-                server = await loop.create_server(lambda: SocketStream(listener), address.host, address.port)
+                    sock.listen(BACKLOG)  # for a second time, which does nothing, or that of a Unix socket
+                listener.open(bound, address)
+                on_error.pop_all()
         except _ADDRESS_ERRORS as error:
             raise ConfigError(f"cannot listen on {address}: {_reason(error)}") from error
-        listener.opened(server, address)
         return listener
 
 

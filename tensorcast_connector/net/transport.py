@@ -41,9 +41,22 @@ class Stream(Protocol):
             Unavailable: the connection broke.
         """
 
+    def pause(self) -> None:
+        """Stops reading, for `deliver`; bytes that have been read already may still be handed over."""
+
+    def resume(self) -> None:
+        """Reads again."""
+
     @property
     def flushed(self) -> bool:
         """Whether nothing that was written waits for the peer to read it."""
+
+    @property
+    def unsent_bytes(self) -> int:
+        """About how many bytes that were written wait for the peer to read them."""
+
+    async def drained(self) -> None:
+        """Until `flushed`, or the connection has ended."""
 
     async def receive_into(self, target: memoryview) -> None:
         """Fills all of `target`, without copies in between where the transport can.

@@ -29,6 +29,12 @@ FULL = (
 )
 
 
+CORRUPT = (
+    "takes no writes, because what its members have differs (alarm CORRUPT): replace the member that `etcdctl alarm list` "
+    "names, then `etcdctl alarm disarm`"
+)
+
+
 class Header(msgspec.Struct):
     """Which etcd answered, and its revision at that moment."""
 
@@ -269,6 +275,8 @@ def _refused(endpoint: Address, data: bytes) -> NoReturn:
         raise Compacted(said)
     if "database space exceeded" in said:
         raise Exhausted(FULL)
+    if "corrupt cluster" in said:
+        raise Unavailable(f"etcd at {endpoint} {CORRUPT}")
     if "too large" in said or "too many" in said:
         raise Exhausted(f"etcd: {said}")
     if failure.code in (7, 16) or "user name is empty" in said:  # PERMISSION_DENIED, UNAUTHENTICATED

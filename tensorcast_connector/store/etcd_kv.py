@@ -115,9 +115,9 @@ class EtcdKv:
             raise Compacted(f"etcd is at revision {revision} and has never been at {after_revision}")
         return self._watch.history.after(prefix, after_revision)
 
-    async def wait(self, after_revision: int, timeout_s: float) -> None:
+    async def wait(self, after_revision: int, timeout_s: float, prefix: str = "") -> None:
         """See KvStore."""
-        await self._watch.wait(after_revision, timeout_s)
+        await self._watch.wait(after_revision, timeout_s, prefix)
 
     async def txn(self, compares: Sequence[Compare], operations: Sequence[Put | Delete]) -> TxnResult:
         """See KvStore."""

@@ -64,6 +64,12 @@ class History:
                 found.append(event)
         return max(revision, self.last), found[::-1]
 
+    def touched(self, prefix: str, revision: int) -> bool:
+        """Whether a key under `prefix` has changed since, as far as is known."""
+        if self.last <= revision:
+            return False
+        return not prefix or revision < self.floor or bool(self.after(prefix, revision)[1])
+
 
 class _Change(msgspec.Struct):
     kv: EtcdKey
@@ -98,11 +104,14 @@ class EtcdWatch:
         self._lost = False
         self.history = History(floor)
 
-    async def wait(self, after_revision: int, timeout_s: float) -> None:
-        """Until the history goes beyond `after_revision` or begins anew, or `timeout_s` is over, or the watch is closed."""
+    async def wait(self, after_revision: int, timeout_s: float, prefix: str = "") -> None:
+        """Until the history has a change under `prefix` after `after_revision`.
+
+        Or it begins anew, or does not reach back so far, or `timeout_s` is over, or the watch is closed.
+        """
         loop = asyncio.get_running_loop()
         end, restarts = loop.time() + timeout_s, self._restarts
-        while self.history.last <= after_revision and restarts == self._restarts and not self._task.done():
+        while not self.history.touched(prefix, after_revision) and restarts == self._restarts and not self._task.done():
             if (left := end - loop.time()) <= 0:
                 return
             waiter = loop.create_future()

@@ -98,8 +98,8 @@ class KvStore(Protocol):
                 database was replaced by another one. List again with `range`.
         """
 
-    async def wait(self, after_revision: int, timeout_s: float) -> None:
-        """Returns once the revision is above `after_revision`, or after `timeout_s` seconds, which is no error.
+    async def wait(self, after_revision: int, timeout_s: float, prefix: str = "") -> None:
+        """Returns once a key under `prefix` has changed after `after_revision`, or after `timeout_s`, which is no error.
 
         A lease that runs out is a change like any other. It may return early: what has changed, `changes` tells.
         """

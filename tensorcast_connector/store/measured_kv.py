@@ -68,9 +68,9 @@ class MeasuredKv:
         """See KvStore."""
         return await self._measured("changes", self._kv.changes(prefix, after_revision))
 
-    async def wait(self, after_revision: int, timeout_s: float) -> None:
+    async def wait(self, after_revision: int, timeout_s: float, prefix: str = "") -> None:
         """See KvStore. Not measured: waiting is what it is for."""
-        await self._kv.wait(after_revision, timeout_s)
+        await self._kv.wait(after_revision, timeout_s, prefix)
 
     async def txn(self, compares: Sequence[Compare], operations: Sequence[Put | Delete]) -> TxnResult:
         """See KvStore."""

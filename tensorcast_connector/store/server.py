@@ -37,6 +37,7 @@ from tensorcast_connector.net.rpc import serve_stream
 from tensorcast_connector.net.transport import Listener, Network, Stream
 from tensorcast_connector.store import records
 from tensorcast_connector.store.answers import everything, incarnation_of, news, next_page
+from tensorcast_connector.store.incarnation import begin_life, begin_wait, seen_former_life
 from tensorcast_connector.store.kv import RESTORING_KEY, Compare, Delete, KvStore, Put
 from tensorcast_connector.types import Address
 from tensorcast_connector.wire.codec import StoreRequest
@@ -201,9 +202,10 @@ class Store:
         if message.lease_id <= 0:
             raise NotFound(f"lease {message.lease_id} does not exist")
         if (await self._kv.range(RESTORED))[1]:
+            await begin_wait(self._kv)
             raise Unavailable(
-                f"the database was restored a moment ago: shards are granted after {MEMBER_TTL_S} s, when nobody believes "
-                "any more in what the former life has granted"
+                f"the database was lost or was restored a moment ago: shards are granted after {MEMBER_TTL_S} s, when "
+                "nobody believes any more in what the former life has granted"
             )
         record = msgspec.json.encode(ShardRecord(message.worker_id, message.lease_id))
         for at in range(0, len(shards), CLAIMS_PER_TXN):
@@ -215,7 +217,8 @@ class Store:
 
     async def _grant(self, shards: Sequence[int], record: bytes, lease_id: int) -> bool:
         keys = [cluster.shard_key(shard) for shard in shards]
-        done = await self._kv.txn([Compare(key, 0) for key in keys], [Put(key, record, lease_id) for key in keys])
+        free = [Compare(key, 0) for key in (RESTORED, *keys)]
+        done = await self._kv.txn(free, [Put(key, record, lease_id) for key in keys])
         return done.succeeded
 
     async def _known(self, shards: Sequence[int]) -> list[int]:
@@ -242,7 +245,16 @@ class Store:
 
     async def changes(self, message: Watch) -> Changes:
         """What has changed by now; empty if nothing has."""
-        if message.incarnation == await self._current_life():
+        found = await self._changes(message)
+        if any(entry.key == RESTORED for entry in found.entries):
+            await begin_wait(self._kv)  # workers that see it ask for no shards, so that nothing else would do it
+        return found
+
+    async def _changes(self, message: Watch) -> Changes:
+        life = await self._current_life()
+        if 0 < message.incarnation < life:
+            await seen_former_life(self._kv)
+        if message.incarnation == life:
             found = await (next_page(self._kv, message) if message.after_key else self._news(message))
             if found is not None and found.revision >= message.after_revision:
                 return found
@@ -278,15 +290,15 @@ class Store:
             logger.warning("the database has been emptied; a new life begins")
             await self._begin_life(self._life)
             _, found = await self._kv.range(INCARNATION)
-        self._life = max(self._life, incarnation_of(found))
-        return incarnation_of(found)
+        life, former = incarnation_of(found), self._life
+        self._life = max(life, former)
+        if 0 < former < life:
+            await seen_former_life(self._kv)
+        return life
 
     async def _begin_life(self, former: int) -> None:
-        """A life above `former`, unless another process has begun one; nothing that hung on the former's leases counts."""
-        _, found = await self._kv.range(INCARNATION)
-        if not found or incarnation_of(found) <= former:
-            compare = Compare(INCARNATION, found[0].mod_revision if found else 0)
-            await self._kv.txn([compare], [Put(INCARNATION, b"%d" % (former + 1))])
+        """With as many shards as the former had."""
+        await begin_life(self._kv, former)
         await self._kv.txn([Compare(SHARD_COUNT, 0)], [Put(SHARD_COUNT, b"%d" % self._shards)])
 
     async def watch(self, message: Watch) -> Changes:
@@ -302,11 +314,12 @@ class Store:
             self.watchers += 1
             try:
                 await self._kv.wait(seen, left_s)
+                await self._kv.wait(seen, max(0.0, min(until - now(), WATCH_NOTHING_S)), CLUSTER)
             finally:
                 self.watchers -= 1
             changes = await self.changes(msgspec.structs.replace(message, after_revision=seen))
             if changes.revision > seen:
-                until = min(until, now() + WATCH_NOTHING_S)
+                break
         return changes
 
     async def _statistics(self, _: GetStatistics) -> Message:

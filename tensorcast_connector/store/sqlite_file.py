@@ -3,6 +3,7 @@
 And what an error of it means, and how its keys are read.
 """
 
+import contextlib
 import os
 import sqlite3
 from pathlib import Path
@@ -13,6 +14,10 @@ from tensorcast_connector.net.private import private_directory
 from tensorcast_connector.store.kv import prefix_end
 
 SCHEMA_VERSION = 2
+LOG_PAGES = 1000  # of the write-ahead log, after which SQLite begins it anew
+LOG_BYTES = 4200 << 10  # that these take
+PAGE_BYTES = 4096
+DISK_SHARE_OF_LOG = 8  # the log takes no more than one part in so many of what is free
 _SCHEMA_1 = """
 BEGIN IMMEDIATE;
 CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
@@ -53,8 +58,11 @@ def said(path: Path, error: object) -> str:
     return f"store database {path} cannot be written ({error})" if cannot_write(error) else f"store database: {error}"
 
 
-def open_database(path: Path) -> sqlite3.Connection:
+def open_database(path: Path, reserve: bool) -> sqlite3.Connection:
     """A connection in autocommit mode that may be used from any one thread at a time.
+
+    Args:
+        reserve: makes commits faster by 4 MiB of disk, if there is room for them.
 
     Raises:
         ConfigError: the file is no store database of this version or an earlier one, or another process uses it.
@@ -69,8 +77,13 @@ def open_database(path: Path) -> sqlite3.Connection:
         db.execute("PRAGMA locking_mode=EXCLUSIVE")
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=FULL")
+        free = _free_bytes(path.parent)
+        pages = max(16, min(LOG_PAGES, free // DISK_SHARE_OF_LOG // PAGE_BYTES))
+        db.execute(f"PRAGMA wal_autocheckpoint={pages}")
         _bring_to_schema(db)
         db.execute("SELECT key, value, create_revision, mod_revision, lease_id FROM kv LIMIT 1").fetchall()
+        if reserve and pages == LOG_PAGES:
+            _reserve_log(path)
     except (OSError, sqlite3.Error, ConfigError) as error:
         if db is not None:
             db.close()
@@ -81,6 +94,29 @@ def open_database(path: Path) -> sqlite3.Connection:
         remedy = "" if cannot_write(error) else "; move it away to start with an empty one"
         raise ConfigError(f"store database {path}: {error}{remedy}") from error
     return db
+
+
+def _free_bytes(folder: Path) -> int:
+    """On its disk. A log that had taken all of a small one could not even be copied back into the database."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def _reserve_log(path: Path) -> None:
+    """Makes the write-ahead log of an open database as long as it gets, with zeros behind what is in it.
+
+    A commit waits for the disk, and less for bytes that overwrite others than for a file that grows. SQLite reads a log up to the
+    first thing that is no part of it. Where there is no room for that it grows as it is needed.
+    """
+    with contextlib.suppress(OSError), path.with_name(f"{path.name}-wal").open("r+b", buffering=0) as log:
+        size = log.seek(0, os.SEEK_END)
+        missing = max(0, LOG_BYTES - size)
+        try:
+            if log.write(bytes(missing)) < missing:  # the disk is full
+                log.truncate(size)
+            os.fsync(log.fileno())
+        except OSError:
+            log.truncate(size)
 
 
 def _bring_to_schema(db: sqlite3.Connection) -> None:

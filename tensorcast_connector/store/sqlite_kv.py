@@ -9,7 +9,6 @@ import logging
 import math
 import sqlite3
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -28,6 +27,8 @@ from tensorcast_connector.store.kv import (
     weight,
 )
 from tensorcast_connector.store.sqlite_file import SELECT_KEYS, cannot_write, open_database, said, under
+from tensorcast_connector.store.sqlite_thread import SqliteThread
+from tensorcast_connector.store.waiting import Waiting
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -55,15 +56,15 @@ class SqliteKv:
     def __init__(self, path: Path, now: Callable[[], float], executor: Literal["thread"] | None = "thread") -> None:
         self._now = now
         self._path = path
-        self._db = open_database(path)
+        self._db = open_database(path, reserve=executor is not None)
         try:
             self._load()
         except sqlite3.Error as error:
             self._db.close()
             raise ConfigError(f"store database {path}: {error}; move it away to start with an empty one") from error
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiting = Waiting(self._last_revision)
         self._closed = False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-sqlite") if executor else None
+        self._thread = SqliteThread() if executor else None
 
     def _load(self) -> None:
         """What is kept in memory. Touched by the thread only, except for reading the two numbers in `wait`."""
@@ -73,7 +74,8 @@ class SqliteKv:
         self._next_deadline = min(self._deadline.values(), default=math.inf)  # none is earlier
         self._tidy_at = -math.inf  # not before, unless something is to be written: the disk was full
         self._unwritable = False
-        self._last_revision = self._meta("revision")
+        # Of the database, which is nobody else's; and as it was when those who wait were last told.
+        self._revision = self._last_revision = self._meta("revision")
         self._compacted = self._meta("compacted")
         self._history_bytes = self._one("SELECT coalesce(sum(length(value)), 0) FROM history")
 
@@ -88,9 +90,11 @@ class SqliteKv:
 
     def _set_meta(self, name: Literal["revision", "compacted"], value: int) -> None:
         self._db.execute("UPDATE meta SET value = ? WHERE name = ?", (value, name))
+        if name == "revision":
+            self._revision = value
 
     def _atomically(self, work: Callable[[], T], begin: str = "BEGIN IMMEDIATE") -> T:
-        before, history_bytes = self._db.total_changes, self._history_bytes
+        before, history_bytes, revision = self._db.total_changes, self._history_bytes, self._revision
         try:
             self._db.execute(begin)
             result = work()
@@ -98,7 +102,7 @@ class SqliteKv:
         except BaseException as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            self._history_bytes = history_bytes
+            self._history_bytes, self._revision = history_bytes, revision
             if cannot_write(error) and not self._unwritable:
                 self._unwritable = True
                 logger.warning("%s: what is known is still told, nothing new is written", said(self._path, error))
@@ -140,31 +144,27 @@ class SqliteKv:
         if self._closed:
             raise Unavailable("store database: closed")
         try:
-            if self._thread is None:
-                return self._and_notify(work, self._wake)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(
-                self._thread, self._and_notify, work, lambda: loop.call_soon_threadsafe(self._wake)
-            )
+            if self._thread is not None:
+                return await self._thread.run(lambda: self._noting(work), self._wake)
+            try:
+                return self._noting(work)
+            finally:
+                self._wake()
         except sqlite3.Error as error:
             kind = Exhausted if cannot_write(error) else Unavailable
             raise kind(said(self._path, error)) from error
 
-    def _and_notify(self, work: Callable[[], T], notify: Callable[[], object]) -> T:
-        """Waiters are woken by the thread itself: whoever asked for a change may have been cancelled meanwhile."""
-        before = self._last_revision
+    def _noting(self, work: Callable[[], T]) -> T:
+        """Notes what has changed also if `work` fails: leases may have ended before."""
         try:
             return work()
         finally:
-            if not self._closed:
-                self._last_revision = self._meta("revision")
-            if self._last_revision != before or self._closed:
-                notify()
+            if not self._closed and self._revision != self._last_revision:
+                self._last_revision = self._revision
+                self._waiting.reached(self._revision)
 
     def _wake(self) -> None:
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        self._waiting.wake(self._closed)
 
     def _end_expired(self) -> None:
         now = self._now()
@@ -175,7 +175,7 @@ class SqliteKv:
     def _end_leases(self, lease_ids: Sequence[int]) -> None:
         def work() -> None:
             for lease_id in lease_ids:
-                revision = self._meta("revision") + 1
+                revision = self._revision + 1
                 gone = self._db.execute("SELECT key FROM kv WHERE lease_id = ?", (lease_id,)).fetchall()
                 for (key,) in gone:
                     self._apply(Delete(key), revision)
@@ -211,14 +211,14 @@ class SqliteKv:
 
     async def revision(self) -> int:
         """See KvStore."""
-        return await self._run(lambda: self._meta("revision"), reads=True)
+        return await self._run(lambda: self._revision, reads=True)
 
     async def range(self, prefix: str) -> tuple[int, list[KeyValue]]:
         """See KvStore."""
         where, values = under(prefix)
         sql = f"{SELECT_KEYS} WHERE {where} ORDER BY key"
         return await self._run(
-            lambda: (self._meta("revision"), [KeyValue(*row) for row in self._db.execute(sql, values)]), reads=True
+            lambda: (self._revision, [KeyValue(*row) for row in self._db.execute(sql, values)]), reads=True
         )
 
     async def page(self, prefix: str, after_key: str, bytes_max: int) -> tuple[int, list[KeyValue], bool]:
@@ -227,7 +227,7 @@ class SqliteKv:
         sql = f"{SELECT_KEYS} WHERE {where} AND key > :after ORDER BY key"
 
         def work() -> tuple[int, list[KeyValue], bool]:
-            revision, size = self._meta("revision"), 0
+            revision, size = self._revision, 0
             found: list[KeyValue] = []
             with closing(self._db.execute(sql, {**values, "after": after_key})) as rows:
                 for row in rows:
@@ -248,38 +248,33 @@ class SqliteKv:
         )
 
         def work() -> tuple[int, list[Event]]:
-            revision = self._meta("revision")
+            revision = self._revision
             if not self._compacted <= after_revision <= revision:
                 raise Compacted(f"the history has revisions {self._compacted} to {revision}, not {after_revision}")
             return revision, [Event(*row) for row in self._db.execute(sql, {**values, "after": after_revision})]
 
         return await self._run(work, reads=True)
 
-    async def wait(self, after_revision: int, timeout_s: float) -> None:
+    async def wait(self, after_revision: int, timeout_s: float, prefix: str = "") -> None:
         """See KvStore."""
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout_s
-        while self._last_revision <= after_revision and not self._closed:
+        while not self._waiting.changed(prefix, after_revision) and not self._closed:
             left = end - loop.time()
             if left <= 0:
                 return
             expiry = max(self._next_deadline, self._tidy_at) - self._now()
             if expiry <= 0:
                 await self.revision()  # which ends the leases that have run out
-                continue
-            waiter = loop.create_future()
-            self._waiters.add(waiter)
-            try:
-                await asyncio.wait([waiter], timeout=min(left, expiry))
-            finally:
-                self._waiters.discard(waiter)
+            else:
+                await self._waiting.wait(prefix, after_revision, min(left, expiry))
 
     async def txn(self, compares: Sequence[Compare], operations: Sequence[Put | Delete]) -> TxnResult:
         """See KvStore."""
         check_txn(compares, operations)
 
         def work() -> TxnResult:
-            revision = self._meta("revision")
+            revision = self._revision
             for compare in compares:
                 row = self._db.execute("SELECT mod_revision FROM kv WHERE key = ?", (compare.key,)).fetchone()
                 if (row[0] if row else 0) != compare.mod_revision:
@@ -294,6 +289,7 @@ class SqliteKv:
 
     def _apply(self, operation: Put | Delete, revision: int) -> bool:
         """Whether it changed anything."""
+        self._waiting.touch(operation.key)
         if isinstance(operation, Delete):
             if not self._db.execute("DELETE FROM kv WHERE key = ?", (operation.key,)).rowcount:
                 return False
@@ -367,7 +363,7 @@ class SqliteKv:
         key, ttl_s = for_a_while
 
         def work() -> tuple[int, int]:
-            revision = max(self._meta("revision"), least_revision) + 1
+            revision = max(self._revision, least_revision) + 1
             for table in ("kv", "lease", "history"):
                 self._db.execute(f"DELETE FROM {table}")
             for each in entries:
@@ -380,6 +376,7 @@ class SqliteKv:
 
         def then(done: tuple[int, int]) -> None:
             self._compacted, lease_id = done
+            self._waiting.everything(self._compacted)
             self._history_bytes = 0
             self._ttl_s, self._deadline, self._next_deadline = {lease_id: ttl_s}, {}, math.inf
             self._set_deadline(lease_id)

@@ -11,6 +11,7 @@ import numpy as np
 
 from tensorcast_connector.client.instance import StepContext
 from tensorcast_connector.client.session import Session
+from tensorcast_connector.client.weights import Weights
 from tensorcast_connector.errors import InvalidArgument, NotFound
 
 
@@ -78,12 +79,13 @@ class FakeEngine:
     async def transform_into(self, arguments: Mapping[str, Any], context: StepContext) -> Mapping[str, Any]:
         """`artifact`, `version` -> {"tensors"}: this rank's share of each tensor, copied into its parameters."""
         await self._begin("transform_into", context)
-        artifact = self._session.artifact(arguments["artifact"])
+        given = await self._session.stored(arguments["artifact"])
+        specs = given.specs.values() if isinstance(given, Weights) else (await given.describe()).tensors
         slices: dict[str, slice] = {}
-        for spec in (await artifact.describe()).tensors:
+        for spec in specs:
             share = spec.shape[0] // self._tp_size
             slices[spec.name] = slice(self._tp_rank * share, (self._tp_rank + 1) * share)
-        found = await artifact.view(slices=slices).tensor_dict()
+        found = await given.view(slices=slices).tensor_dict()
         self.parameters = {name: np.array(tensor) for name, tensor in found.items()}
         self.version = str(arguments.get("version", ""))
         return {"tensors": len(found)}

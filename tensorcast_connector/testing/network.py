@@ -115,15 +115,16 @@ class FakeStream:
         self._in = incoming
         self._out = outgoing
         self._closed = False
+        self._held = False  # by `pause`
 
     def __repr__(self) -> str:
         return f"<FakeStream to {self.peer}{' closed' if self._closed else ''}>"
 
     async def receive(self) -> bytes:
         """See Stream."""
-        while not self._in.arrived:
+        while self._held or not self._in.arrived:
             self._check()
-            if self._in.finished:
+            if self._in.finished and not self._in.arrived:
                 return b""
             await self._in.wait()
         data = bytes(self._in.arrived)
@@ -139,10 +140,29 @@ class FakeStream:
                 await self.send(b"")
                 wants_more = take(memoryview(b""))
 
+    def pause(self) -> None:
+        """See Stream."""
+        self._held = True
+
+    def resume(self) -> None:
+        """See Stream."""
+        self._held = False
+        self._in.changed.set()
+
     @property
     def flushed(self) -> bool:
         """See Stream."""
-        return self._out.queued_bytes <= BACKLOG_BYTES_MAX
+        return self._out.queued_bytes <= BACKLOG_BYTES_MAX or self._closed or bool(self._out.broken)
+
+    @property
+    def unsent_bytes(self) -> int:
+        """See Stream."""
+        return self._out.queued_bytes
+
+    async def drained(self) -> None:
+        """See Stream."""
+        while not self.flushed:
+            await self._out.wait()
 
     async def receive_into(self, target: memoryview) -> None:
         """See Stream."""

@@ -19,9 +19,14 @@ class OpenUpload(Message):
 
 
 class OpenMappedUpload(Message):
-    """The same on one host: before the reply comes one zero byte that carries the memory's descriptor as SCM_RIGHTS."""
+    """The same on one host: before the reply comes one zero byte that carries the memory's descriptor as SCM_RIGHTS.
+
+    Attributes:
+        written: it is written to as a file and not mapped, so that memory may be allocated while it is written.
+    """
 
     bytes: int
+    written: bool = False
 
 
 class UploadOpened(Message):
@@ -45,6 +50,7 @@ class CommitUpload(Message):
     header: bytes  # core/artifact.py
     name: str = ""  # is made to point to it
     lease_id: int = 0  # the artifact goes with it; 0: it belongs to the system
+    metadata: dict[str, str] = msgspec.field(default_factory=dict)  # kept beside it; empty: what is there stays
 
 
 class AbortUpload(Message):
@@ -73,6 +79,7 @@ class ArtifactOpened(Message):
     names: list[str]
     workers: list[str]
     revision: int = 0  # of the store, at which this is so
+    metadata: dict[str, str] = msgspec.field(default_factory=dict)  # of the file that it was put from
 
 
 class MapArtifact(Message):
@@ -85,6 +92,19 @@ class MakeResident(Message):
     """Makes an artifact resident at this worker, so that its bytes can be read on a bulk connection."""
 
     artifact_id: str
+
+
+class AskArrival(Message):
+    """How much of artifacts is at a worker, named or by id; the receiver itself if it is empty, as between workers."""
+
+    artifacts: list[str]
+    worker: str = ""
+
+
+class Arrival(Message):
+    """Answer to AskArrival: for each the bytes that are there, and of how many; 0, 0 if it neither is there nor comes."""
+
+    bytes: list[tuple[int, int]]
 
 
 class ListArtifacts(Message):
@@ -119,10 +139,98 @@ class SetName(Message):
     artifact_id: str
 
 
+class NameMove(msgspec.Struct, frozen=True, array_like=True):
+    """A name that is to point to `artifact_id` ("": to nothing) if it now points to `expected` ("": there is no such name)."""
+
+    name: str
+    artifact_id: str
+    expected: str
+
+
+class MoveNames(Message):
+    """Moves names, all of them or none; artifacts in `adopt` belong to the system from then on, and not only to a lease.
+
+    Conflict: a name points elsewhere. NotFound: an artifact does not exist, or its lease has ended.
+    """
+
+    moves: list[NameMove]
+    adopt: list[str] = msgspec.field(default_factory=list)
+
+
+class NamesMoved(Message):
+    """Answer to MoveNames: the revision of the store at which it was done."""
+
+    revision: int
+
+
+class WaitName(Message):
+    """What a name points to; answered once that is not any more as it was at a moment of the store, or after `wait_ms`."""
+
+    name: str
+    known: str = ""  # what it pointed to then; "": there was no such name
+    incarnation: int = 0
+    revision: int = 0
+    wait_ms: int = 0
+
+
+class NameState(Message):
+    """Answer to WaitName: the artifact ("": there is no such name), and the moment at which that began or was seen."""
+
+    artifact_id: str
+    incarnation: int
+    revision: int
+
+
 class DeleteArtifact(Message):
     """Takes the artifact and its names off the lists; workers let go of their copies."""
 
     artifact_id: str
+
+
+# --- copies in the memory of devices, for engines of the worker's host ------------------------------------------------------
+
+
+class OpenReplica(Message):
+    """Holds the copy of an artifact on a device, by the device's name or identity, for this connection until CloseReplica."""
+
+    artifact_id: str
+    device: str
+
+
+class ReplicaOpened(Message):
+    """Answer to OpenReplica: the tensors lie in the memory behind `handle` as `header` says."""
+
+    artifact_id: str
+    header: bytes
+    number: int
+    device: str
+    handle: bytes
+
+
+class CloseReplica(Message):
+    """Ends it. NotFound: it has gone meanwhile, and what was read of it is nothing."""
+
+    number: int
+
+
+class ListReplicas(Message):
+    """The copies of an artifact on devices of the worker that is asked."""
+
+    artifact_id: str
+
+
+class ReplicaListed(msgspec.Struct, frozen=True, array_like=True):
+    """One of them: the memory that it takes, and how often it is open."""
+
+    device: str
+    bytes: int
+    open: int
+
+
+class ReplicaList(Message):
+    """Answer to ListReplicas."""
+
+    replicas: list[ReplicaListed]
 
 
 # --- the lease of a caller --------------------------------------------------------------------------------------------

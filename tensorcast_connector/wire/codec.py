@@ -10,8 +10,11 @@ import msgspec
 from tensorcast_connector.errors import ProtocolError
 from tensorcast_connector.wire.caller_messages import (
     AbortUpload,
+    Arrival,
     ArtifactList,
     ArtifactOpened,
+    AskArrival,
+    CloseReplica,
     CommitUpload,
     DeleteArtifact,
     Disable,
@@ -21,17 +24,25 @@ from tensorcast_connector.wire.caller_messages import (
     LeaseOpened,
     ListArtifacts,
     ListDisabled,
+    ListReplicas,
     ListSignals,
     MakeResident,
     MapArtifact,
+    MoveNames,
+    NamesMoved,
+    NameState,
     OpenArtifact,
     OpenLease,
     OpenMappedUpload,
+    OpenReplica,
     OpenUpload,
     RenewLease,
+    ReplicaList,
+    ReplicaOpened,
     SetName,
     SignalsListed,
     UploadOpened,
+    WaitName,
     WriteUpload,
 )
 from tensorcast_connector.wire.messages import (
@@ -115,7 +126,8 @@ REASON_CHARS_MAX = 300
 CallerRequest = (
     OpenUpload | OpenMappedUpload | WriteUpload | CommitUpload | AbortUpload | OpenArtifact | MapArtifact | MakeResident
     | ListArtifacts | SetName | DeleteArtifact | OpenLease | RenewLease | EndLease | SubmitPlan | WaitPlan | CancelPlan
-    | ListSignals | Disable | ListDisabled | ForgetPages
+    | ListSignals | Disable | ListDisabled | ForgetPages | MoveNames | WaitName | AskArrival
+    | OpenReplica | CloseReplica | ListReplicas
 )  # fmt: skip
 
 EngineRequest = (
@@ -164,6 +176,7 @@ Reply = (
     | LeaseGranted | Alive | Changes | Signals | Story | Records | RecordsWritten
     | UploadOpened | ArtifactOpened | ArtifactList | LeaseOpened
     | BytesFollow | CopyHeader | PlanState | StepDone | StepTaken | SignalsListed | DisabledList | PagesForgotten
+    | NamesMoved | NameState | Arrival | ReplicaOpened | ReplicaList
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

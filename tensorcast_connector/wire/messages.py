@@ -17,6 +17,7 @@ from tensorcast_connector.wire.keys import Keys
 PROTOCOL_VERSION = 3  # 2: shard homes, watch, signals; 3: packed keys
 PROTOCOL_VERSION_MIN = 2
 PACKED_KEYS_VERSION = 3  # the first with FindKeys and ReportKeys
+SERVICE_VERSION = 3  # the first whose workers have artifacts, do steps of plans and forget a tenant's pages
 
 # Roles in a hello that are more than a word for people.
 CALLER_ROLE = "caller"
@@ -302,6 +303,7 @@ class Fetched(Message):
     """Per key (length, digest), (0, 0) if gone. The payload of the frame is the bytes of the present pages in order."""
 
     pages: list[tuple[int, int]]
+    ages_s: list[float] = msgspec.field(default_factory=list)  # how long ago each was first saved, at any worker
 
 
 class ForgetTenant(Message):
@@ -316,6 +318,7 @@ class PagesForgotten(Message):
     evicted: int
     in_use: int
     unreachable: list[str] = msgspec.field(default_factory=list)
+    nobodys: int = 0  # pages that stay since the engines they are of have not said to their worker whose they are
 
 
 class ReadHeader(Message):

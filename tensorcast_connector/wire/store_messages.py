@@ -44,7 +44,7 @@ class ReplicaRecord(msgspec.Struct, frozen=True):
     keeper: bool = False  # the cluster relies on this copy; the others may be evicted
 
 
-class ArtifactRecord(msgspec.Struct, frozen=True):
+class ArtifactRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """An artifact as the store lists it for one tenant."""
 
     artifact_id: str
@@ -52,6 +52,7 @@ class ArtifactRecord(msgspec.Struct, frozen=True):
     tensors: int
     created_unix_s: float
     lease_id: int = 0  # it goes with the lease of a caller; 0: it belongs to the system
+    metadata: dict[str, str] = {}  # of the file that it was put from; says nothing about its tensors
 
 
 class NameRecord(msgspec.Struct, frozen=True):

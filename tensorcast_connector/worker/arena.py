@@ -7,14 +7,15 @@ container's /dev/shm bounds it. The seal keeps a client from shrinking it under 
 import contextlib
 import fcntl
 import logging
-import mmap
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tensorcast_connector.config import SLAB_BYTES
 from tensorcast_connector.errors import ConfigError
+from tensorcast_connector.net.mapping import allocate, map_shared
 
 logger = logging.getLogger(__name__)
 # Left for the worker itself and its neighbours when the arena is checked against the machine's memory.
@@ -50,30 +51,37 @@ def _reclaimable_bytes(folder: Path) -> int:
     return 0
 
 
+def check_fits(arena_bytes: int, available_bytes: int) -> None:
+    """Raises ConfigError for an arena that is larger than the memory that is available."""
+    if arena_bytes + HEADROOM_BYTES > available_bytes:
+        raise ConfigError(
+            f"arena={arena_bytes / (1 << 30):.2f} GiB is larger than the memory that is available "
+            f"({available_bytes / (1 << 30):.2f} GiB less {HEADROOM_BYTES >> 20} MiB for the process); choose a smaller one"
+        )
+
+
 class Arena:
     """`arena_bytes` of shared memory. Its first slab is allocated at once, the rest by `allocate_rest`.
 
     Only allocated memory may be handed out: a process that touches a memfd page for which there is no memory is killed
-    by SIGBUS, and that process would be the user's engine. Writing to memory allocated ahead is also much faster.
+    by SIGBUS, and that process would be the user's engine. It is zeroed and of huge pages where the kernel makes them, so that
+    an engine that writes to it for the first time does it nearly as fast as the next time (net/mapping.py). All of it is memory
+    of this process, also for cgroups; what engines map counts as shared in their resident memory.
 
     Raises:
         ConfigError: larger than the memory that is available.
     """
 
     def __init__(self, arena_bytes: int, available_bytes: int) -> None:
-        if arena_bytes + HEADROOM_BYTES > available_bytes:
-            raise ConfigError(
-                f"arena={arena_bytes / (1 << 30):.2f} GiB is larger than the memory that is available "
-                f"({available_bytes / (1 << 30):.2f} GiB less {HEADROOM_BYTES >> 20} MiB for the process); choose a smaller one"
-            )
+        check_fits(arena_bytes, available_bytes)
         self.bytes = arena_bytes
         self.descriptor = os.memfd_create("tensorcast-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(self.descriptor, 0o600)
         os.ftruncate(self.descriptor, arena_bytes)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
-        self._map = mmap.mmap(self.descriptor, arena_bytes)
-        self.view = memoryview(self._map)
+        self.view = map_shared(self.descriptor, arena_bytes)
+        self._map: Any = self.view.obj
         self._stop = threading.Event()
         self._allocating: threading.Thread | None = None
         self.allocated_bytes = 0
@@ -88,7 +96,7 @@ class Arena:
 
     def _allocate_next(self) -> None:
         size = min(SLAB_BYTES, self.bytes - self.allocated_bytes)
-        os.posix_fallocate(self.descriptor, self.allocated_bytes, size)
+        allocate(self.descriptor, self.allocated_bytes, size)
         self.allocated_bytes += size
 
     def allocate_rest(self, tell: Callable[[int], None]) -> None:

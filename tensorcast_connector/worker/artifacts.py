@@ -9,7 +9,6 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tensorcast_connector.config import ARTIFACT_BYTES_MIN, ARTIFACT_SPARE_DELAY_S, SESSION_UPLOADS_MAX
 from tensorcast_connector.core.artifact import Header, artifact_id, decode_header
@@ -20,27 +19,9 @@ from tensorcast_connector.errors import Exhausted, NotFound, ProtocolError, Tens
 from tensorcast_connector.types import ByteRange, WorkerId
 from tensorcast_connector.wire.store_messages import ReplicaRecord
 from tensorcast_connector.worker.blob import Blob, Spare
-from tensorcast_connector.worker.chunks import fetch_chunks
+from tensorcast_connector.worker.chunks import Elsewhere, fetch_chunks
 
 logger = logging.getLogger(__name__)
-
-
-class Elsewhere(Protocol):
-    """The other workers, as far as artifacts go (worker/peers.py)."""
-
-    def add(self, record: ReplicaRecord) -> None:
-        """Lists a copy that is here."""
-
-    def remove(self, record: ReplicaRecord) -> None:
-        """It is not any more."""
-
-    async def header(self, artifact: str, source: WorkerId) -> bytes:
-        """The encoded header, from a worker that has a copy."""
-
-    async def fetch_bytes(
-        self, artifact: str, source: WorkerId, ranges: Sequence[ByteRange], into: Sequence[memoryview]
-    ) -> None:
-        """Parts of an artifact, straight into memory."""
 
 
 @dataclass(slots=True)
@@ -88,9 +69,12 @@ class Artifacts:
         self._uploads: dict[str, Upload] = {}
         self._opening: list[Hashable] = []  # the sessions of uploads whose memory is being allocated
         self._arriving: dict[str, asyncio.Task[Copy]] = {}
+        self._arrivals: dict[str, list[int]] = {}  # how many bytes of those have come, and of how many
         self.residence = residence
         self.counters = {
             "artifacts_put": 0,
+            "artifact_bytes_put": 0,
+            "artifact_bytes_sent": 0,
             "artifacts_fetched": 0,
             "artifact_bytes_fetched": 0,
             "artifacts_evicted": 0,
@@ -101,8 +85,8 @@ class Artifacts:
 
     # --- putting ---
 
-    async def open_upload(self, session: Hashable, size: int) -> str:
-        """Memory for an artifact that `session` is going to fill; its id.
+    async def open_upload(self, session: Hashable, size: int, tenant: str = "", written: bool = False) -> str:
+        """Memory for an artifact that `session` is going to fill; its id. See OpenMappedUpload for `written`.
 
         Raises:
             Exhausted: there is no room, or it has too many already.
@@ -113,19 +97,19 @@ class Artifacts:
         upload_id = secrets.token_hex(8)
         self._opening.append(session)
         try:
-            blob = await self._allocate(upload_id, size)
+            blob = await self._allocate(upload_id, size, tenant, written)
         finally:
             self._opening.remove(session)
         self._uploads[upload_id] = Upload(session, blob)
         return upload_id
 
-    async def _allocate(self, owner: Hashable, size: int) -> Blob:
+    async def _allocate(self, owner: Hashable, size: int, tenant: str, written: bool = False) -> Blob:
         """Much memory is allocated on a thread: that takes long, and everything else goes on meanwhile."""
-        self._evict(self.residence.reserve(owner, max(size, ARTIFACT_BYTES_MIN), self._now()))
+        self._evict(self.residence.reserve(owner, max(size, ARTIFACT_BYTES_MIN), self._now(), tenant))
         try:
             if size <= self._spare.bytes:
                 return self._spare.take(size)
-            making = asyncio.ensure_future(asyncio.to_thread(Blob, size))
+            making = asyncio.ensure_future(asyncio.to_thread(Blob, size, allocated=not written))
         except BaseException:
             self.residence.release(owner)
             raise
@@ -180,6 +164,8 @@ class Artifacts:
             raise ProtocolError(f"a header of tenant {header.tenant[:40]!r} from tenant {tenant!r}")
         if header.size != blob.bytes:
             raise ProtocolError(f"a header of {header.size} bytes for an upload of {blob.bytes}")
+        if not blob.filled:
+            raise ProtocolError(f"an upload of {blob.bytes} bytes that were not all written")
         blob.seal()
         del self._uploads[upload_id]
         self._refill_soon()
@@ -187,6 +173,7 @@ class Artifacts:
         self._here(upload_id, identity, Copy(encoded, header, blob), keeper=True)
         self._copies[identity].recording += 1
         self.counters["artifacts_put"] += 1
+        self.counters["artifact_bytes_put"] += header.size
         return identity
 
     def _here(self, owner: Hashable, identity: str, copy: Copy, keeper: bool) -> None:
@@ -277,12 +264,14 @@ class Artifacts:
         life = self._view.incarnation
         encoded = await self.header(identity)
         header = decode_header(encoded)
-        blob = await self._allocate(("fetch", identity), header.size)
+        blob = await self._allocate(("fetch", identity), header.size, header.tenant)
         try:
             memory = blob.writable()
+            self._arrivals[identity] = [0, header.size]
             try:
                 await self._fetch_chunks(identity, header, memory)
             finally:
+                del self._arrivals[identity]
                 memory.release()
             blob.seal()
         except BaseException:
@@ -302,10 +291,20 @@ class Artifacts:
         def fetch(source: WorkerId, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> Awaitable[None]:
             return self._elsewhere.fetch_bytes(identity, source, ranges, into)
 
+        def arrived(size: int) -> None:
+            self._arrivals[identity][0] += size
+
         try:
-            await fetch_chunks(header, memory, lambda: self._sources(identity), fetch)
+            await fetch_chunks(header, memory, lambda: self._sources(identity), fetch, arrived)
         except NotFound as error:
             raise NotFound(f"{self._lost(identity)} ({error})") from None
+
+    def arrival(self, identity: str) -> tuple[int, int]:
+        """How many bytes of an artifact are here, and of how many; (0, 0) if it is not even coming."""
+        if identity in self._copies:
+            return self._copies[identity].header.size, self._copies[identity].header.size
+        done, size = self._arrivals.get(identity, (0, 0))
+        return done, size
 
     # --- the cluster ---
 
@@ -335,7 +334,8 @@ class Artifacts:
     def reconcile(self) -> None:
         """The view has changed: forgets what was deleted, and keeps what nobody else keeps any more.
 
-        What a new life of the store does not know was not deleted, it was lost there: it stays.
+        What a new life of the store does not know was lost there, and not deleted. It stays until somebody puts it again or
+        restores a later backup; but nobody can name or delete it, so it may go when room is needed.
         """
         view = self._view
         now = view.incarnation, view.revision
@@ -350,10 +350,9 @@ class Artifacts:
                 self.forget(identity)
             else:
                 copy.lost = True
-                logger.warning(
-                    "the store has lost the record of artifact %s; it stays here until it is put again or deleted",
-                    identity,
-                )
+                self.residence.keep(identity, False)
+                self._elsewhere.add(self.listing(identity))
+                logger.warning("the store has lost artifact %s; its bytes stay until room is needed", identity)
 
     def _keep(self, identity: str, copies: Mapping[WorkerId, ReplicaRecord]) -> None:
         """Of the copies one is kept: the one that ranks first, if the one that was has gone, or there are several."""

@@ -12,20 +12,23 @@ import threading
 
 from tensorcast_connector.config import ARTIFACT_SPARE_BYTES
 from tensorcast_connector.errors import Exhausted
-from tensorcast_connector.net.mapping import collapse
+from tensorcast_connector.net.mapping import allocate
 
 logger = logging.getLogger(__name__)
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
-def _memfd(size: int) -> int:
+def _memfd(size: int, allocated: bool = True, touched: bool = False) -> int:
     try:
         descriptor = os.memfd_create("tensorcast-artifact", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
         raise Exhausted(f"no memory for an artifact of {size} bytes: {error.strerror}; delete some") from error
     try:
         os.fchmod(descriptor, 0o600)
-        if size:
+        os.ftruncate(descriptor, size)
+        if touched:
+            allocate(descriptor, 0, size)
+        elif allocated and size:
             os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         os.close(descriptor)
@@ -36,13 +39,16 @@ def _memfd(size: int) -> int:
 class Blob:
     """See the module. Memory is allocated at once, since touching memory that is not there kills a process.
 
+    Args:
+        allocated: or else while it is written as a file, which fails where there is none.
+
     Raises:
         Exhausted: the machine has none.
     """
 
-    def __init__(self, size: int, descriptor: int | None = None) -> None:
+    def __init__(self, size: int, descriptor: int | None = None, allocated: bool = True) -> None:
         self.bytes = size
-        self.descriptor = _memfd(size) if descriptor is None else descriptor
+        self.descriptor = _memfd(size, allocated) if descriptor is None else descriptor
         # Who fills it cannot take memory away that this process has mapped.
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._map: mmap.mmap | None = None
@@ -55,6 +61,11 @@ class Blob:
         if self._map is None and self.bytes:
             self._map = mmap.mmap(self.descriptor, self.bytes)
         return memoryview(self._map) if self._map is not None else memoryview(bytearray())
+
+    @property
+    def filled(self) -> bool:
+        """Whether all of it has memory."""
+        return os.fstat(self.descriptor).st_blocks * 512 >= self.bytes
 
     def seal(self) -> None:
         """Nobody can write to it any more.
@@ -69,7 +80,9 @@ class Blob:
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
             raise Exhausted("the memory of an artifact is still being written") from error
-        self._map = mmap.mmap(self.descriptor, self.bytes, prot=mmap.PROT_READ) if self.bytes else None
+        # Private: before Linux 6.7 nobody may map sealed memory shared, not even to read it.
+        if self.bytes:
+            self._map = mmap.mmap(self.descriptor, self.bytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
 
     @property
     def view(self) -> memoryview:
@@ -133,9 +146,8 @@ class Spare:
 
         def make() -> None:
             try:
-                descriptor = _memfd(self._size)
-                collapse(descriptor, self._size)
-            except (Exhausted, OSError) as error:
+                descriptor = _memfd(self._size, touched=True)
+            except Exhausted as error:
                 logger.info("no spare memory: %s", error)
                 return
             with self._lock:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from tensorcast_connector.config import NAME_CHARS_MAX, SIGNALS_TIMEOUT_S
-from tensorcast_connector.errors import InvalidArgument, TensorcastError
+from tensorcast_connector.errors import InvalidArgument, TensorcastError, Unavailable
 from tensorcast_connector.types import InstanceId, WorkerId
 from tensorcast_connector.wire.caller_messages import InstanceListed, SignalsListed, WorkerListed
 from tensorcast_connector.wire.messages import ForgetTenant, GetSignals, InstanceReport, PagesForgotten, Signals
@@ -104,14 +104,18 @@ class Census:
         return PagesForgotten(
             sum(each.evicted for each in told), sum(each.in_use for each in told),
             [str(each) for each, answer in zip(others, answers, strict=True) if answer is None],
+            sum(each.nobodys for each in told),
         )  # fmt: skip
 
     def forget_here(self, tenant: str) -> PagesForgotten:
         """The same of this worker's own."""
-        return PagesForgotten(*self._retention.forget(tenant))
+        evicted, in_use = self._retention.forget(tenant)
+        return PagesForgotten(evicted, in_use, nobodys=self._retention.nobodys())
 
     async def _forget_at(self, worker_id: WorkerId, tenant: str) -> PagesForgotten | None:
         try:
+            if (why := self._peers.without_service(worker_id)) is not None:
+                raise Unavailable(why)
             return await self._peers.client(worker_id)[0].call(ForgetTenant(tenant), PagesForgotten, SIGNALS_TIMEOUT_S)
         except TensorcastError as error:
             logger.info("%s keeps its pages of tenant %s: %s", worker_id, tenant, error)

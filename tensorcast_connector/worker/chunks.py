@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 import xxhash
 
@@ -9,15 +10,38 @@ from tensorcast_connector.config import ARTIFACT_SOURCES_MAX
 from tensorcast_connector.core.artifact import CHUNK_BYTES, CHUNK_DIGEST_BYTES, Header, chunk_count
 from tensorcast_connector.errors import NotFound, ProtocolError, TensorcastError
 from tensorcast_connector.types import ByteRange, WorkerId
+from tensorcast_connector.wire.store_messages import ReplicaRecord
+
+
+class Elsewhere(Protocol):
+    """The other workers, as far as artifacts go (worker/peers.py)."""
+
+    def add(self, record: ReplicaRecord) -> None:
+        """Lists a copy that is here."""
+
+    def remove(self, record: ReplicaRecord) -> None:
+        """It is not any more."""
+
+    async def header(self, artifact: str, source: WorkerId) -> bytes:
+        """The encoded header, from a worker that has a copy."""
+
+    async def fetch_bytes(
+        self, artifact: str, source: WorkerId, ranges: Sequence[ByteRange], into: Sequence[memoryview]
+    ) -> None:
+        """Parts of an artifact, straight into memory."""
+
 
 Fetch = Callable[[WorkerId, Sequence[ByteRange], Sequence[memoryview]], Awaitable[None]]
 
 
-async def fetch_chunks(header: Header, memory: memoryview, sources: Callable[[], list[WorkerId]], fetch: Fetch) -> None:
+async def fetch_chunks(
+    header: Header, memory: memoryview, sources: Callable[[], list[WorkerId]], fetch: Fetch, arrived: Callable[[int], None]
+) -> None:  # fmt: skip
     """All chunks; what one worker does not deliver another is asked for.
 
     Args:
         sources: who has a copy just now, the best first.
+        arrived: told the bytes of each chunk that is here and right.
 
     Raises:
         NotFound: nobody is left to ask; says what the last ones answered.
@@ -33,6 +57,7 @@ async def fetch_chunks(header: Header, memory: memoryview, sources: Callable[[],
             try:
                 await fetch(source, [ByteRange(chunk * CHUNK_BYTES, part.nbytes)], [part])
                 check_chunk(header, chunk, part)
+                arrived(part.nbytes)
             except TensorcastError as error:
                 left.append(chunk)
                 failures.append(f"{source}: {error}")

@@ -1,7 +1,7 @@
 """The writes that make artifacts of uploads: each goes on when its caller has gone, and is followed until its outcome is known.
 
 Nobody knows whether a write was done that was not answered. A name may point to the artifact then, so its bytes stay until
-the store says that it is not there.
+it cannot be done any more (worker/fence.py), and the store says that it is not there.
 """
 
 import asyncio
@@ -10,12 +10,12 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from tensorcast_connector.config import COMMIT_FOLLOW_INTERVAL_S
-from tensorcast_connector.errors import Conflict, Exhausted, NotFound, TensorcastError
+from tensorcast_connector.errors import Conflict, NotFound, TensorcastError
 from tensorcast_connector.worker.artifacts import Artifacts
 from tensorcast_connector.worker.records import NotWritten, StoreRecords
 
 logger = logging.getLogger(__name__)
-_NOT_DONE = (NotWritten, NotFound, Conflict, Exhausted)
+_NOT_DONE = (NotWritten, NotFound, Conflict)
 
 
 class Commits:
@@ -26,13 +26,18 @@ class Commits:
         self._records = records
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def record(self, identity: str, puts: Sequence[tuple[str, bytes, int]]) -> int:
+    async def record(
+        self, identity: str, puts: Sequence[tuple[str, bytes, int]], name: tuple[str, str] | None = None
+    ) -> int:
         """Records a committed artifact, whose key is the first of `puts`; the revision it was done at.
+
+        Args:
+            name: tenant and name, if one is among `puts`.
 
         Raises:
             TensorcastError: see StoreRecords.write.
         """
-        return await asyncio.shield(self._spawn(self._record(identity, puts)))
+        return await asyncio.shield(self._spawn(self._record(identity, puts, name)))
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
@@ -45,11 +50,17 @@ class Commits:
         if not task.cancelled():
             task.exception()  # the caller gets it, if there still is one
 
-    async def _record(self, identity: str, puts: Sequence[tuple[str, bytes, int]]) -> int:
+    async def _record(
+        self, identity: str, puts: Sequence[tuple[str, bytes, int]], name: tuple[str, str] | None
+    ) -> int:  # fmt: skip
         view = self._records.view
         life, before = view.incarnation, view.revision
         try:
-            revision = await self._records.write(puts, listing=self._artifacts.listing(identity))
+            listing = self._artifacts.listing(identity)
+            if name is None:
+                revision = await self._records.write(puts, listing=listing)
+            else:
+                revision = await self._records.write_name(puts, *name, listing)
         except _NOT_DONE:
             self._artifacts.unrecorded(identity)
             raise
@@ -64,8 +75,9 @@ class Commits:
         return revision
 
     async def _follow(self, identity: str, key: str) -> None:
-        """Reads the artifact's key until the store has answered: twice, if it is not there, since a write may be late."""
-        view, absent = self._records.view, 0
+        """Reads the artifact's key, after no write can be late any more, until the store has answered."""
+        await self._records.settled()
+        view = self._records.view
         while True:
             life = view.incarnation
             try:
@@ -73,12 +85,11 @@ class Commits:
             except TensorcastError as error:
                 logger.debug("whether artifact %s is recorded: %s", identity, error)
             else:
-                absent = 0 if found else absent + 1
                 here = view.incarnation == life and bool(found)
                 if here and (found[0] > view.revision or identity in view.artifact_ids):
                     self._artifacts.recorded(identity, life, found[0])
                     return
-                if absent == 2:
+                if not found:
                     self._artifacts.unrecorded(identity)
                     return
             await asyncio.sleep(COMMIT_FOLLOW_INTERVAL_S)

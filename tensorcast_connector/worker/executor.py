@@ -9,12 +9,17 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tensorcast_connector.config import NAME_CHARS_MAX
 from tensorcast_connector.core.ledger import Known, Ledger
 from tensorcast_connector.core.plan import INSTANCE_OPERATIONS
-from tensorcast_connector.errors import InvalidArgument, NotFound, Unavailable, error_from_code
+from tensorcast_connector.core.weights import decode_manifest, is_manifest
+from tensorcast_connector.errors import InvalidArgument, NotFound, ProtocolError, Unavailable, error_from_code
 from tensorcast_connector.types import InstanceId
 from tensorcast_connector.wire.plan_messages import CANCEL, CancelSteps, RunStep, StepEnded, StepTaken
-from tensorcast_connector.worker.artifacts import Artifacts
+from tensorcast_connector.worker.artifacts import Artifacts, Copy
+from tensorcast_connector.worker.devices import Devices
+from tensorcast_connector.worker.names import Names
+from tensorcast_connector.worker.recorder import Record, unrecorded
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +45,20 @@ class Executor:
     """See the module.
 
     Args:
-        resolve: (tenant, name or id) -> the id of an artifact.
+        names: what they stand for.
         now: this worker's clock in seconds.
+        record: for the stories.
     """
 
     def __init__(
-        self, artifacts: Artifacts, resolve: Callable[[str, str], Awaitable[str]], now: Callable[[], float]
+        self, artifacts: Artifacts, devices: Devices, names: Names, now: Callable[[], float], record: Record = unrecorded,
     ) -> None:  # fmt: skip
         self._artifacts = artifacts
-        self._resolve = resolve
+        self._devices = devices
+        self._names = names
+        self._resolve = names.resolve
         self._now = now
+        self._record = record
         self._ledger = Ledger()
         self._tasks: dict[int, asyncio.Task[Any]] = {}  # by the ledger's numbers
         self._timer: asyncio.TimerHandle | None = None
@@ -58,14 +67,20 @@ class Executor:
         self._tickets = itertools.count(1)
         self._operations: Mapping[str, Callable[[str, dict[str, Any]], Awaitable[Any]]] = {
             "prefetch": self._prefetch,
+            "replicate": self._replicate,
             "pin": self._pin,
             "unpin": self._unpin,
         }
 
-    async def run(self, message: RunStep) -> Any:
+    async def run(self, message: RunStep, wait_s: float | None = None) -> Any:
         """The result of a step. One that is under way is joined, one that was done is not done again.
 
+        Args:
+            message: the step.
+            wait_s: how long it is waited for; None: as long as it takes.
+
         Raises:
+            TimeoutError: that was not long enough.
             Conflict: it comes from a gateway that does not own the plan any more, or was cancelled.
             TensorcastError: what went wrong.
         """
@@ -73,24 +88,61 @@ class Executor:
             message.key, message.digest, message.epoch, message.step, message.timeout_s, self._now()
         )
         if isinstance(standing, Known):
+            self._tell("step known", message, standing.result)
             return standing.result
         if standing.fresh:
+            self._tell("step begun", message)
+            if self._is_here(message):
+                return self._done_at_once(standing.number, message)
             task = asyncio.get_running_loop().create_task(self._do(standing.number, message))
             self._tasks[standing.number] = task
-            task.add_done_callback(lambda done: self._ended(standing.number, done))
+            task.add_done_callback(lambda done: self._ended(standing.number, message, done))
         self._stop_unwanted()
         task = self._tasks[standing.number]
         try:
-            return await asyncio.shield(task)
+            async with asyncio.timeout(wait_s):
+                return await asyncio.shield(task)
         except asyncio.CancelledError:
             if not task.cancelled():
                 raise  # who asked has gone; the step goes on for others, or until nobody waits for it
             raise Unavailable(f"step {message.step} of plan {message.key!r} was cancelled") from None
 
-    def _ended(self, number: int, task: "asyncio.Task[Any]") -> None:
+    def _tell(self, what: str, message: RunStep, result: Any = None, why: str = "") -> None:
+        """To the stories, in order, once what follows from it is on its way."""
+        asyncio.get_running_loop().call_soon(self._write_down, what, message, result, why)
+
+    def _write_down(self, what: str, message: RunStep, result: Any, why: str) -> None:
+        """A step is found by its plan's key and by its artifact."""
+        named = [each.get("artifact") for each in (message.arguments, result) if isinstance(each, Mapping)]
+        names = [
+            message.key.partition("/")[2],
+            *(each for each in named if isinstance(each, str) and len(each) <= 2 * NAME_CHARS_MAX),
+        ]
+        self._record(what, message.key, names=names, cause=f"{step_label(message)}{why}")
+
+    def _ended(self, number: int, message: RunStep, task: "asyncio.Task[Any]") -> None:
         del self._tasks[number]
         if task.cancelled() or task.exception() is not None:  # who waits for it gets it
-            self._ledger.ended(number, done=False)
+            self._failed(number, message, "cancelled" if task.cancelled() else task.exception())
+
+    def _failed(self, number: int, message: RunStep, why: object) -> None:
+        self._tell("step failed", message, why=f": {why}")
+        self._ledger.ended(number, done=False)
+
+    def _done_at_once(self, number: int, message: RunStep) -> Any:
+        """The result of a step that waits for nobody."""
+        work = self._do(number, message)
+        try:
+            work.send(None)
+            raise AssertionError("it waits, and all that it needs is here")
+        except StopIteration as done:
+            return done.value
+        except Exception as error:
+            self._failed(number, message, error)
+            raise
+        finally:
+            work.close()
+            self._stop_unwanted()
 
     async def _do(self, number: int, message: RunStep) -> Any:
         if message.operation in INSTANCE_OPERATIONS:
@@ -100,8 +152,19 @@ class Executor:
             result = await self._operations[message.operation](tenant, message.arguments)
         else:
             raise InvalidArgument(f"this worker does not know the operation {message.operation!r}")
+        self._tell("step done", message, result)
         self._ledger.ended(number, done=True, result=result)
         return result
+
+    def _is_here(self, message: RunStep) -> bool:
+        """Whether a step waits for nobody: then a task, and the turns of the loop that it takes, would be all that it costs."""
+        reference, tenant = message.arguments.get("artifact"), message.key.partition("/")[0]
+        if message.operation not in ("prefetch", "pin", "unpin") or not isinstance(reference, str):
+            return False
+        identity = self._names.known(tenant, reference)
+        if not identity or identity not in self._artifacts.residence:
+            return False
+        return message.operation == "unpin" or not is_manifest(self._artifacts.copy(identity).header.tensors)
 
     def cancel(self, message: CancelSteps) -> None:
         """The steps are not wanted any more.
@@ -129,23 +192,63 @@ class Executor:
     # --- this worker's operations ---
 
     async def _prefetch(self, tenant: str, arguments: dict[str, Any]) -> Any:
+        copies = await self._resident(tenant, arguments)
+        return {"artifact": next(iter(copies)), "bytes": sum(each.header.size for each in copies.values())}
+
+    async def _replicate(self, tenant: str, arguments: dict[str, Any]) -> Any:
+        device = _text(arguments, "device")
+        self._devices.table.check_device(device)  # before anything is fetched
         identity = await self._resolve(tenant, _text(arguments, "artifact"))
         copy = await self._artifacts.resident(identity)
-        return {"artifact": identity, "bytes": copy.header.size}
+        if is_manifest(copy.header.tensors):
+            raise InvalidArgument(
+                "a published version is in parts; on a device can be what engines have loaded (`weights/...`), or an artifact"
+            )
+        made = await self._devices.make(identity, device, copy)
+        return {"artifact": identity, "device": device, "bytes": made.size}
 
     async def _pin(self, tenant: str, arguments: dict[str, Any]) -> Any:
-        identity = await self._resolve(tenant, _text(arguments, "artifact"))
         ttl_s = arguments.get("ttl_s")
         if not isinstance(ttl_s, int | float) or not 0 < ttl_s < 1e18:
             raise InvalidArgument(f"a pin of {ttl_s!r} seconds")
-        await self._artifacts.resident(identity)
-        self._artifacts.residence.pin(identity, f"{tenant}/{arguments.get('pin', '')}", self._now() + ttl_s)
-        return {"artifact": identity}
+        pin = f"{tenant}/{arguments.get('pin', '')}"
+        copies = await self._resident(tenant, arguments, lambda each: self._pin_one(each, pin, ttl_s))
+        return {"artifact": next(iter(copies))}
+
+    def _pin_one(self, identity: str, pin: str, ttl_s: float) -> None:
+        self._artifacts.residence.pin(identity, pin, self._now() + ttl_s)
 
     async def _unpin(self, tenant: str, arguments: dict[str, Any]) -> Any:
         identity = await self._resolve(tenant, _text(arguments, "artifact"))
-        self._artifacts.residence.unpin(identity, f"{tenant}/{arguments.get('pin', '')}")
+        for each in [
+            identity,
+            *(self._parts(self._artifacts.copy(identity)) if identity in self._artifacts.residence else ()),
+        ]:
+            self._artifacts.residence.unpin(each, f"{tenant}/{arguments.get('pin', '')}")
         return {"artifact": identity}
+
+    async def _resident(
+        self, tenant: str, arguments: Mapping[str, Any], arrived: Callable[[str], None] = lambda _: None
+    ) -> dict[str, Copy]:
+        """An artifact, and if it is a published version its parts; each is told to `arrived` when it is here."""
+        identity = await self._resolve(tenant, _text(arguments, "artifact"))
+        found = {identity: await self._artifacts.resident(identity)}
+        arrived(identity)
+        for each in self._parts(found[identity]):
+            part = await self._resolve(tenant, each)
+            found[part] = await self._artifacts.resident(part)
+            arrived(part)
+        return found
+
+    @staticmethod
+    def _parts(copy: Copy) -> list[str]:
+        """Of a published version; an artifact has none."""
+        if not is_manifest(copy.header.tensors):
+            return []
+        try:
+            return sorted(decode_manifest(bytes(copy.blob.view)).part_ids)
+        except ProtocolError as error:
+            raise InvalidArgument(f"it cannot be read as a published version: {error}") from error
 
     # --- engines' operations ---
 
@@ -218,6 +321,11 @@ class Executor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def step_label(message: RunStep) -> str:
+    """For people."""
+    return f"step {message.step} ({message.operation} on {message.target})"
 
 
 def _text(arguments: Mapping[str, Any], name: str) -> str:

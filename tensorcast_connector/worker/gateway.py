@@ -4,7 +4,6 @@ On the Unix socket a caller gets artifacts as shared memory, over TCP their byte
 belongs to its connection; `CommitUpload` makes an artifact of it, records it at the store and points a name to it.
 """
 
-import contextlib
 import itertools
 import logging
 import random
@@ -13,25 +12,25 @@ from typing import Any
 
 import msgspec
 
-from tensorcast_connector.config import TENANT, WATCH_WAIT_S
-from tensorcast_connector.core.artifact import check_name, check_tenant, is_artifact_id
+from tensorcast_connector.config import SIGNALS_TIMEOUT_S, TENANT, WATCH_WAIT_S
+from tensorcast_connector.core.artifact import check_name, check_tenant
 from tensorcast_connector.core.cluster import (
-    ARTIFACTS,
     CALLERS,
     DISABLED,
-    NAMES,
     artifact_key,
-    decode_name,
     name_key,
 )
-from tensorcast_connector.errors import Conflict, NotFound, ProtocolError, Unauthorized
+from tensorcast_connector.core.plan_runs import worker_named
+from tensorcast_connector.errors import NotFound, ProtocolError, Unauthorized, WrongRole
 from tensorcast_connector.net.transport import Stream
 from tensorcast_connector.types import WorkerId
 from tensorcast_connector.wire.caller_messages import (
     AbortUpload,
+    Arrival,
     ArtifactList,
-    ArtifactListed,
     ArtifactOpened,
+    AskArrival,
+    CloseReplica,
     CommitUpload,
     DeleteArtifact,
     Disable,
@@ -41,16 +40,21 @@ from tensorcast_connector.wire.caller_messages import (
     LeaseOpened,
     ListArtifacts,
     ListDisabled,
+    ListReplicas,
     ListSignals,
     MakeResident,
     MapArtifact,
+    MoveNames,
     OpenArtifact,
     OpenLease,
     OpenMappedUpload,
+    OpenReplica,
     OpenUpload,
     RenewLease,
+    ReplicaList,
     SetName,
     UploadOpened,
+    WaitName,
     WriteUpload,
 )
 from tensorcast_connector.wire.messages import Hello, Message, Ok
@@ -59,36 +63,42 @@ from tensorcast_connector.wire.store_messages import ArtifactRecord, NameRecord
 from tensorcast_connector.worker.artifacts import Artifacts
 from tensorcast_connector.worker.census import Census, check_switch
 from tensorcast_connector.worker.commits import Commits
+from tensorcast_connector.worker.devices import Devices
 from tensorcast_connector.worker.executor import Executor
+from tensorcast_connector.worker.names import Names
 from tensorcast_connector.worker.peers import Peers
 from tensorcast_connector.worker.plans import Plans
-from tensorcast_connector.worker.records import StoreRecords
+from tensorcast_connector.worker.records import StoreRecords, check_metadata, metadata_to_keep
 
 logger = logging.getLogger(__name__)
 _session_ids = itertools.count(1)
 NOTE_CHARS_MAX = 1000
-DELETES_PER_TXN = 100  # the store takes 128 operations
+_OF_ANY_WORKER = (ListSignals, ForgetPages, Disable, ListDisabled)  # what looks after the cluster
 
 
 class Gateway:
     """What the sessions of all callers share.
 
     Args:
-        adopts: whether it goes on with the plans of gateways that have gone.
+        serves: whether this worker has the role: then it does what callers ask, and goes on with the plans of gateways
+            that have gone. Others tell callers who has it.
         wall: seconds since 1970, for people and deadlines in the store.
     """
 
     def __init__(
-        self, me: WorkerId, artifacts: Artifacts, peers: Peers, census: Census, chance: random.Random, adopts: bool,
-        now: Callable[[], float], wall: Callable[[], float],
+        self, me: WorkerId, artifacts: Artifacts, devices: Devices, peers: Peers, census: Census, chance: random.Random,
+        serves: bool, now: Callable[[], float], wall: Callable[[], float],
     ) -> None:  # fmt: skip
         self.worker_id = me
+        self._serves = serves
         self.artifacts = artifacts
-        self.records = StoreRecords(peers)
+        self.devices = devices
+        self._peers = peers
+        self.records = StoreRecords(me, peers)
+        self.names = Names(self.records)
         self.commits = Commits(artifacts, self.records)
-        self._named: dict[tuple[str, str], tuple[int, int]] = {}  # where in the store's history a name was put here
-        self.executor = Executor(artifacts, self.resolve, now)
-        self.plans = Plans(me, peers, self.executor, chance, adopts, now, wall)
+        self.executor = Executor(artifacts, devices, self.names, now, peers.record)
+        self.plans = Plans(me, peers, self.executor, chance, serves, now, wall)
         self.census = census
         self.wall = wall
 
@@ -97,45 +107,20 @@ class Gateway:
         await self.plans.close()
         await self.executor.close()
         await self.commits.close()
+        await self.records.close()
 
     def open_session(self, stream: Stream, hello: Hello) -> "CallerSession":
         """A new connection of a caller."""
         logger.debug("caller %s of tenant %s connected", hello.name, hello.tenant)
         return CallerSession(self, stream, check_tenant(hello.tenant))
 
-    def named(self, tenant: str, name: str, revision: int) -> None:
-        """A name was put through here: until this worker sees that, the store is asked what it stands for."""
-        now = self.records.view.incarnation, self.records.view.revision
-        self._named = {key: at for key, at in self._named.items() if at > now}
-        self._named[tenant, name] = now[0], revision
-
-    async def resolve(self, tenant: str, reference: str, fresh: bool = False) -> str:
-        """The id that a name or an id of a tenant stands for; `fresh`: a name as the store has it now.
-
-        Raises:
-            NotFound: there is no such artifact.
-        """
-        view, known = self.records.view, is_artifact_id(reference)
-        fresh = fresh or self._named.get((tenant, reference), (0, 0)) > (view.incarnation, view.revision)
-        identity = reference if known else "" if fresh else view.names.get((tenant, reference), "")
-        if (tenant, identity) in view.artifacts:
-            return identity
-        # This worker may not have heard of it yet.
-        if not known:
-            key = name_key(tenant, check_name(reference))
-            found = [each for each in await self.records.read(key) if each.key == key]
-            if not found:
-                raise NotFound(f"no artifact has the name {reference!r}")
-            identity = decode_name(found[0].value).artifact_id
-            if (tenant, identity) in view.artifacts:
-                return identity
-        entries = await self.records.read(f"{ARTIFACTS}{tenant}/{identity}/")
-        if not entries:
-            raise NotFound(
-                f"artifact {reference!r} does not exist" if known else f"what {reference!r} points to was deleted"
-            )
-        await self.records.seen(max(each.revision for each in entries))
-        return identity
+    def check_role(self) -> None:
+        """Raises WrongRole if this worker is no gateway; names one that is."""
+        if self._serves:
+            return
+        gateways = [each for _, each in sorted(self.records.view.workers.items()) if "gateway" in each.roles]
+        ask = f"ask {gateways[0].name} at {gateways[0].address}" if gateways else "and none is listed just now"
+        raise WrongRole(f"worker {self.worker_id} is no gateway (--roles): {ask}")
 
     def parts(self, hello: Hello, artifact_id: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """See net.bulk.PartSource."""
@@ -145,7 +130,18 @@ class Gateway:
         for offset, length in ranges:
             if offset < 0 or length < 0 or offset + length > data.nbytes:
                 raise ProtocolError(f"bytes {offset} to {offset + length} are not within {data.nbytes}")
+        self.artifacts.counters["artifact_bytes_sent"] += sum(length for _, length in ranges)
         return [data[offset : offset + length] for offset, length in ranges]
+
+    async def arrival(self, message: AskArrival, tenant: str) -> Arrival:
+        """See AskArrival; of a tenant's artifacts only."""
+        view = self.records.view
+        mine = [each if (tenant, each) in view.artifacts else "" for each in message.artifacts]
+        worker_id = worker_named(view, message.worker) if message.worker else self.worker_id
+        if worker_id == self.worker_id:
+            return Arrival([self.artifacts.arrival(each) for each in mine])
+        client, _ = self._peers.client(worker_id)
+        return await client.call(AskArrival(mine), Arrival, SIGNALS_TIMEOUT_S)
 
 
 class CallerSession:
@@ -165,23 +161,28 @@ class CallerSession:
         handler = self._handlers.get(type(message))
         if handler is None:
             raise ProtocolError(f"a gateway does not take {type(message).__name__} of a caller")
+        if not isinstance(message, _OF_ANY_WORKER):
+            self._gateway.check_role()
         return handler(self, message)
 
     def close(self) -> None:
         """Its uploads go with it. Its leases end by themselves: it may come back."""
         self._artifacts.end_session(self._id)
+        self._gateway.devices.end_session(self._id)
 
     # --- putting ---
 
     async def _open_upload(self, message: OpenUpload) -> Message:
         if message.bytes < 0:
             raise ProtocolError(f"an upload of {message.bytes} bytes")
-        return UploadOpened(await self._artifacts.open_upload(self._id, message.bytes))
+        self._records.prepare()
+        return UploadOpened(await self._artifacts.open_upload(self._id, message.bytes, self._tenant))
 
     async def _open_mapped(self, message: OpenMappedUpload) -> Message:
         if message.bytes < 0:
             raise ProtocolError(f"an upload of {message.bytes} bytes")
-        upload_id = await self._artifacts.open_upload(self._id, message.bytes)
+        self._records.prepare()
+        upload_id = await self._artifacts.open_upload(self._id, message.bytes, self._tenant, message.written)
         await self._stream.send_descriptor(self._artifacts.upload(upload_id).descriptor)
         return UploadOpened(upload_id)
 
@@ -201,20 +202,23 @@ class CallerSession:
 
     async def _commit(self, message: CommitUpload) -> Message:
         name = check_name(message.name) if message.name else ""
+        check_metadata(message.metadata)
         if message.lease_id:
             await self._check_lease(message.lease_id)
         identity = self._artifacts.commit(message.upload_id, message.header, self._tenant)
         header, lease_id = self._artifacts.copy(identity).header, message.lease_id
-        record = ArtifactRecord(identity, header.size, len(header.tensors), self._wall(), lease_id)
+        metadata = metadata_to_keep(self._records.view, self._tenant, identity, message.metadata)
+        record = ArtifactRecord(identity, header.size, len(header.tensors), self._wall(), lease_id, metadata)
         puts = [(artifact_key(self._tenant, identity, lease_id), msgspec.json.encode(record), lease_id)]
         if name:
             puts.append((name_key(self._tenant, name), msgspec.json.encode(NameRecord(identity)), lease_id))
-        revision = await self._gateway.commits.record(identity, puts)
+        named = (self._tenant, name) if name else None
+        revision = await self._gateway.commits.record(identity, puts, named)
         if name:
-            self._gateway.named(self._tenant, name, revision)
-        names = [name] if name else []
+            self._gateway.names.put_here(self._tenant, name, revision)
         return ArtifactOpened(
-            identity, message.header, lease_id, record.created_unix_s, names, [self._gateway.worker_id], revision
+            identity, message.header, lease_id, record.created_unix_s, [name] if name else [], [self._gateway.worker_id],
+            revision, metadata,
         )  # fmt: skip
 
     # --- naming ---
@@ -224,7 +228,7 @@ class CallerSession:
         return await self._opened(await self._identity(message.reference))
 
     async def _identity(self, reference: str, fresh: bool = False) -> str:
-        return await self._gateway.resolve(self._tenant, reference, fresh)
+        return await self._gateway.names.resolve(self._tenant, reference, fresh)
 
     def _owners(self, identity: str) -> list[ArtifactRecord]:
         """As this worker sees it; raises NotFound if it was deleted just now."""
@@ -238,58 +242,35 @@ class CallerSession:
         owner = min(self._owners(identity), key=lambda each: each.lease_id)
         return ArtifactOpened(
             identity, await self._artifacts.header(identity), owner.lease_id, owner.created_unix_s,
-            self._names(identity), sorted(view.replicas.get(identity, {})), view.revision,
-        )  # fmt: skip
-
-    def _names(self, identity: str) -> list[str]:
-        return sorted(
-            name for (tenant, name), target in self._records.view.names.items()
-            if target == identity and tenant == self._tenant
+            self._gateway.names.of(self._tenant, identity), sorted(view.replicas.get(identity, {})), view.revision,
+            owner.metadata,
         )  # fmt: skip
 
     async def _list(self, message: ListArtifacts) -> Message:
         await self._records.seen(message.after_revision)
-        view = self._records.view
-        names: dict[str, list[str]] = {}
-        for (tenant, name), target in view.names.items():
-            if tenant == self._tenant:
-                names.setdefault(target, []).append(name)
-        found = []
-        for (tenant, identity), owners in view.artifacts.items():
-            own = sorted(names.get(identity, []))
-            if tenant == self._tenant and any(each.startswith(message.prefix) for each in [identity, *own]):
-                record = min(owners.values(), key=lambda each: each.lease_id)
-                workers = sorted(view.replicas.get(identity, {}))
-                found.append(ArtifactListed(
-                    identity, own, record.bytes, record.tensors, record.lease_id, record.created_unix_s, workers
-                ))  # fmt: skip
-        return ArtifactList(sorted(found, key=lambda each: (each.names, each.artifact_id)))
+        return ArtifactList(self._gateway.names.listed(self._tenant, message.prefix))
 
     async def _set_name(self, message: SetName) -> Message:
-        key = name_key(self._tenant, check_name(message.name))
         if not message.artifact_id:
-            await self._records.seen(await self._records.write([], [key]))
+            await self._gateway.names.take_away(self._tenant, message.name)
             return Ok()
+        check_name(message.name)
         identity = await self._identity(message.artifact_id, fresh=True)
-        lease_id = min(each.lease_id for each in self._owners(identity))
-        await self._records.seen(
-            await self._records.write([(key, msgspec.json.encode(NameRecord(identity)), lease_id)])
-        )  # fmt: skip
+        await self._gateway.names.point(self._tenant, message.name, identity, self._owners(identity))
         return Ok()
 
+    async def _move_names(self, message: MoveNames) -> Message:
+        return await self._gateway.names.move(self._tenant, message)
+
+    async def _arrival(self, message: AskArrival) -> Message:
+        return await self._gateway.arrival(message, self._tenant)
+
+    async def _wait_name(self, message: WaitName) -> Message:
+        return await self._gateway.names.wait(self._tenant, message)
+
     async def _delete(self, message: DeleteArtifact) -> Message:
-        """The artifact first: a name that is left over points to nothing, and one that has moved on meanwhile stays."""
         identity = await self._identity(message.artifact_id, fresh=True)
-        owners = await self._records.read(f"{ARTIFACTS}{self._tenant}/{identity}/")
-        revision = 0
-        for at in range(0, len(owners), DELETES_PER_TXN):
-            revision = await self._records.write([], [each.key for each in owners[at : at + DELETES_PER_TXN]])
-        names = await self._records.read(f"{NAMES}{self._tenant}/")
-        for each in names:
-            if decode_name(each.value).artifact_id == identity:
-                with contextlib.suppress(Conflict):
-                    revision = await self._records.write([], [each.key], [(each.key, each.revision)])
-        await self._records.seen(revision)
+        await self._records.seen(await self._records.delete_artifact(self._tenant, identity))
         return Ok()
 
     # --- reading ---
@@ -302,6 +283,19 @@ class CallerSession:
     async def _make_resident(self, message: MakeResident) -> Message:
         await self._artifacts.resident(await self._identity(message.artifact_id))
         return Ok()
+
+    # --- copies on devices ---
+
+    async def _open_replica(self, message: OpenReplica) -> Message:
+        identity = await self._identity(message.artifact_id)
+        return self._gateway.devices.open(self._id, identity, message.device)
+
+    def _close_replica(self, message: CloseReplica) -> Message:
+        self._gateway.devices.close_replica(self._id, message.number)
+        return Ok()
+
+    async def _list_replicas(self, message: ListReplicas) -> Message:
+        return ReplicaList(self._gateway.devices.listed(await self._identity(message.artifact_id)))
 
     # --- plans ---
 
@@ -333,7 +327,7 @@ class CallerSession:
         self._check_operator()
         key = DISABLED + check_switch(message.what)
         if message.note is None:
-            revision = await self._records.write([], [key])
+            revision = await self._records.delete(key)
         else:
             revision = await self._records.write([(key, message.note[:NOTE_CHARS_MAX].encode(), 0)])
         await self._records.seen(revision)
@@ -382,8 +376,14 @@ class CallerSession:
         OpenArtifact: _open,
         MapArtifact: _map,
         MakeResident: _make_resident,
+        OpenReplica: _open_replica,
+        CloseReplica: _close_replica,
+        ListReplicas: _list_replicas,
         ListArtifacts: _list,
         SetName: _set_name,
+        MoveNames: _move_names,
+        WaitName: _wait_name,
+        AskArrival: _arrival,
         DeleteArtifact: _delete,
         OpenLease: _open_lease,
         RenewLease: _renew_lease,

@@ -54,9 +54,28 @@ _TABLE = (
     # artifacts and plans
     (_GAUGE, "artifacts", "Artifacts that are resident here."),
     (_GAUGE, "artifact_bytes", "Their memory, and what they may have.", "state"),
+    (_GAUGE, "artifacts_lost", "Of these, artifacts whose record the store has lost; they go when room is needed."),
+    (_GAUGE, "artifacts_without_copy", "Artifacts in the store, as known here, whose last copy has gone."),
     (_GAUGE, "uploads", "Artifacts that callers are putting."),
     (_COUNTER, "artifact_operations_total", "Artifacts put here, fetched from other workers, and evicted.", "action"),
     (_COUNTER, "artifact_fetched_bytes_total", "Bytes of artifacts fetched from other workers."),
+    (_COUNTER, "artifact_put_bytes_total", "Bytes of artifacts that callers have put here."),
+    (_COUNTER, "artifact_sent_bytes_total", "Bytes of artifacts sent to other workers and to callers on other hosts."),
+    (
+        _GAUGE,
+        "device_replicas",
+        "Copies of artifacts in the memory of a device that engines can open, and that they have open.",
+        "state",
+        "device",
+    ),
+    (
+        _GAUGE,
+        "device_replica_bytes",
+        "Memory of a device that such copies have, and that they may have.",
+        "state",
+        "device",
+    ),
+    (_COUNTER, "device_restarts_total", "Times the process that owns the devices' memory was started again."),
     (_COUNTER, "plans_total", "Plans that have ended at this gateway.", "state"),
     # load
     (_GAUGE, "requests_in_flight", "Requests being served to engines and to workers.", "listener"),
@@ -137,15 +156,31 @@ class WorkerMetrics:
         }
 
     def _service(self) -> "_Values":
-        counters = self._worker.artifacts.statistics()
+        counters, view = self._worker.artifacts.statistics(), self._worker.peers.metadata.view
+        devices = self._worker.devices.table.statistics()
         return {
             "artifacts": counters["artifacts"],
             "artifact_bytes": {"used": counters["artifact_bytes_used"], "limit": counters["artifact_bytes_max"]},
+            "artifacts_lost": counters["artifacts_lost"],
+            "artifacts_without_copy": len(view.artifact_ids.keys() - view.replicas.keys()),
             "uploads": counters["uploads"],
             "artifact_operations_total": {
                 each: counters[f"artifacts_{each}"] for each in ("put", "fetched", "evicted")
             },
             "artifact_fetched_bytes_total": counters["artifact_bytes_fetched"],
+            "artifact_put_bytes_total": counters["artifact_bytes_put"],
+            "artifact_sent_bytes_total": counters["artifact_bytes_sent"],
+            "device_replicas": {
+                (state, name): counts[key]
+                for name, counts in devices.items()
+                for state, key in (("whole", "replicas"), ("open", "open"))
+            },
+            "device_replica_bytes": {
+                (state, name): counts[key]
+                for name, counts in devices.items()
+                for state, key in (("used", "bytes_used"), ("limit", "bytes_max"))
+            },
+            "device_restarts_total": self._worker.devices.counters["restarts"],
             "plans_total": self._worker.gateway.plans.counters,
         }
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Container, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import xxhash
 
@@ -51,6 +51,10 @@ class Held:
 class Elsewhere(Protocol):
     """The other workers."""
 
+    @property
+    def alone(self) -> bool:
+        """Whether none of them can be read from just now."""
+
     async def locate(self, keys: Sequence[bytes], avoid: Mapping[bytes, WorkerId]) -> list[WorkerId | None]:
         """A worker to read each key from, not the one to avoid; None: nobody has it, or the home did not answer in time."""
 
@@ -74,6 +78,16 @@ def check_keys(keyspaces: Sequence[bytes], block_hashes: Sequence[bytes]) -> Non
         )
 
 
+class Ages(Protocol):
+    """How old pages are, whichever worker they were saved at (worker/retention.py)."""
+
+    def age_of(self, key: bytes) -> float:
+        """Of a page that is here: how many seconds ago it was first saved, at most."""
+
+    def arrived(self, key: bytes, age_s: float) -> None:
+        """A page has come from another worker, where it was so old."""
+
+
 class Pages:
     """Owner of the arena's contents."""
 
@@ -86,6 +100,7 @@ class Pages:
         self._fetching: dict[bytes, asyncio.Task[None]] = {}
         self._holds_of: dict[int, set[str]] = {}
         self._next_send = 0
+        self.ages: Ages | None = None  # set once by who keeps them
         self.elsewhere: Elsewhere | None = None  # set once by the server that owns both
         self.counters = {
             "pages_saved": 0,
@@ -109,7 +124,10 @@ class Pages:
     def hold_local(self, session: int, hold_id: str, keyspaces: Sequence[bytes], hashes: Sequence[bytes]) -> Held:
         """Holds the pages that are here; at once, so that what the connection asks for next finds it done."""
         check_keys(keyspaces, hashes)
-        held = Held(session, hold_id, [page_key(space, each) for each in hashes for space in keyspaces], len(keyspaces))
+        keys = cast(
+            list[PageKey], [space + each for each in hashes for space in keyspaces]
+        )  # as page_key, for hundreds
+        held = Held(session, hold_id, keys, len(keyspaces))
         self._holds_of.setdefault(session, set()).add(hold_id)
         self._hold(held)
         missing = len(held.missing)
@@ -125,10 +143,14 @@ class Pages:
         counters["lookup_blocks_elsewhere"] += blocks - held.leading_blocks
         counters["lookup_blocks_missed"] += asked - blocks
 
+    def known(self, held: Held) -> int | None:
+        """How many leading blocks can be had, if nobody has to be asked for that; None: see `locate`."""
+        alone = self.elsewhere is None or self.elsewhere.alone
+        return held.leading_blocks if alone or not held.missing else None
+
     async def locate(self, held: Held) -> int:
         """How many leading blocks can be had, here or elsewhere."""
-        if self.elsewhere is None:
-            return held.leading_blocks
+        assert self.elsewhere is not None
         missing = held.missing
         located = await self.elsewhere.locate(missing, {})
         self._record("located", held.hold_id, missing, located)
@@ -283,7 +305,8 @@ class Pages:
 
     def _page(self, key: bytes) -> PageBytes:
         where = self._segments.range(key)
-        return PageBytes(self._arena.view[where.offset : where.end], self._segments.digest(key))
+        age_s = self.ages.age_of(key) if self.ages is not None else 0.0
+        return PageBytes(self._arena.view[where.offset : where.end], self._segments.digest(key), age_s)
 
     def receive(self, owner: str, key: bytes, length: int) -> memoryview | None:
         """Memory for a page that is being fetched; None: no room, or it came another way."""
@@ -291,14 +314,16 @@ class Pages:
         self._announce([])
         return None if reserved is None else self._arena.view[reserved.offset : reserved.end]
 
-    def received(self, owner: str, key: bytes, memory: memoryview, digest: int) -> bool:
-        """Checks the bytes that arrived; wrong ones are dropped and count as a miss."""
+    def received(self, owner: str, key: bytes, memory: memoryview, digest: int, age_s: float = 0.0) -> bool:
+        """Checks the bytes that arrived of a page that is so old; wrong ones are dropped and count as a miss."""
         if xxhash.xxh3_64_intdigest(memory) != digest:
             self.counters["digest_mismatches"] += 1
             logger.warning("page %s arrived with wrong bytes and was dropped", key[KEYSPACE_BYTES:].hex()[:16])
             self._segments.abort(owner, key)
             return False
         self._segments.commit(owner, key, digest)
+        if self.ages is not None:
+            self.ages.arrived(key, age_s)
         for held in self._wanted.get(key, ()):
             if held.hold_id in self._holds_of.get(held.session, ()):
                 self._segments.hold((held.session, held.hold_id), [key])
@@ -324,16 +349,26 @@ class Pages:
         self._segments.evict_older(born)
         self._announce([], "too old")
 
+    def evict_page(self, key: bytes) -> bool:
+        """See Segments.evict_page; its home is told."""
+        done = self._segments.evict_page(key)
+        self._announce([], "too old")
+        return done
+
     def evict_of(self, keyspaces: Container[bytes]) -> tuple[int, int]:
         """See Segments.evict_of; their homes are told."""
         counts = self._segments.evict_of(keyspaces)
         self._announce([], "its tenant's pages are removed")
         return counts
 
+    def outside(self, keyspaces: Container[bytes]) -> int:
+        """How many pages are of no keyspace of these."""
+        return sum(key[:KEYSPACE_BYTES] not in keyspaces for key in self.inventory())
+
     @property
-    def born(self) -> int:
-        """See Segments."""
-        return self._segments.born
+    def segments(self) -> Segments:
+        """What lies in the arena, to read."""
+        return self._segments
 
     async def close(self) -> None:
         """Ends the fetches under way."""

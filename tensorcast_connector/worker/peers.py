@@ -1,18 +1,16 @@
-"""One worker among the others: connections to the store and to them, the metadata plane's messages, and fetching pages.
+"""One worker among the others: connections to the store and to them, and the metadata plane's messages.
 
 Decisions are in core/metadata; this module carries what it says and tells it the time.
 """
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 
 from tensorcast_connector.config import (
     FETCH_CONNECTIONS_PER_PEER,
-    FETCH_PAGES_PER_REQUEST,
     FIND_TIMEOUT_S,
     HEARTBEAT_INTERVAL_S,
     PUMP_INTERVAL_MAX_S,
@@ -30,7 +28,8 @@ from tensorcast_connector.net.transport import Network
 from tensorcast_connector.types import Address, WorkerId
 from tensorcast_connector.wire.messages import Message, Ok, PagesFound, in_version
 from tensorcast_connector.wire.store_messages import RevokeLease, WorkerRecord
-from tensorcast_connector.worker.links import Lane, StepLanes
+from tensorcast_connector.worker.fetches import Fetches
+from tensorcast_connector.worker.links import Lane, StepLanes, without_service
 from tensorcast_connector.worker.pages import Pages
 from tensorcast_connector.worker.recorder import Record, unrecorded
 from tensorcast_connector.worker.state_log import StateLog
@@ -60,16 +59,21 @@ class Peers:
         self.now = now
         self._store = RpcClient(network, stores, "worker", me.worker_id, chance, on_connected=self._store_connected)
         self._store_for_callers = RpcClient(network, stores, "worker", me.worker_id, chance)
-        self._store_lane = Lane(self._store_for_callers, self._store, another=True)
+        self._store_lane = Lane(
+            self._store_for_callers,
+            self._store,
+            another=True,
+            explain=lambda error: self.log.store_away(error, self.now()),
+        )
         self._clients: dict[WorkerId, RpcClient] = {}
         self._bulk: dict[WorkerId, BulkClient] = {}
         self._lanes: dict[WorkerId, StepLanes] = {}  # to those that have done steps
         self._tasks: set[asyncio.Task[None]] = set()
         self._pumping: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        self._fetches = itertools.count()
+        self._fetches = Fetches(pages, record)
         self._without_address: set[WorkerId] = set()  # members whose address is none; the log has been told
-        self._record = record
+        self.record = record
         self.on_view: list[Callable[[], None]] = []  # called when the view of the cluster may have changed
         self.metadata = Metadata(me, pages)
         self.log = StateLog(self.metadata, record)
@@ -252,6 +256,10 @@ class Peers:
             raise Unavailable(f"worker {worker_id} is not known here, or has left")
         return self._clients[worker_id], self._bulk[worker_id]
 
+    def without_service(self, worker_id: WorkerId) -> str | None:
+        """See links.without_service. Raises as `client`."""
+        return without_service(worker_id, self.client(worker_id)[0].version)
+
     def lanes(self, worker_id: WorkerId) -> StepLanes:
         """To another worker, for plans; its connection is made when first needed. Raises as `client`."""
         main, _ = self.client(worker_id)
@@ -262,6 +270,11 @@ class Peers:
         return self._lanes[worker_id]
 
     # --- locating ---
+
+    @property
+    def alone(self) -> bool:
+        """See Elsewhere."""
+        return not any(client.connected for client in self._clients.values())
 
     async def locate(self, keys: Sequence[bytes], avoid: Mapping[bytes, WorkerId]) -> list[WorkerId | None]:
         """See Elsewhere."""
@@ -317,59 +330,12 @@ class Peers:
     # --- fetching ---
 
     async def fetch(self, keys: Sequence[bytes], source: WorkerId) -> None:
-        """See Elsewhere. Requests are small, so that the first pages are usable early and two connections share the work."""
+        """See Elsewhere."""
         bulk = self._bulk.get(source)
         if bulk is None or not self._clients[source].connected:
-            self._record("fetched", source, keys, cause="nothing: it left, or does not answer, since it was located")
+            self.record("fetched", source, keys, cause="nothing: it left, or does not answer, since it was located")
             return
-        parts = [
-            keys[start : start + FETCH_PAGES_PER_REQUEST] for start in range(0, len(keys), FETCH_PAGES_PER_REQUEST)
-        ]
-        fetches = (self._fetch_part(part, bulk, source) for part in parts)
-        results = await asyncio.gather(*fetches, return_exceptions=True)
-        gone = 0
-        for part, result in zip(parts, results, strict=True):
-            if isinstance(result, TensorcastError):
-                logger.info("fetching from %s: %s", source, result)
-            elif isinstance(result, BaseException):
-                raise result
-            else:
-                gone += len(part) - result
-        if gone:
-            logger.info("%s was said to hold %d pages that it does not have (of %d asked)", source, gone, len(keys))
-
-    async def _fetch_part(self, keys: Sequence[bytes], bulk: BulkClient, source: WorkerId) -> int:
-        """How many of the pages the other side had."""
-        owner = f"fetch/{next(self._fetches)}"
-        memory: memoryview | None = None
-        arrived = 0
-        became = ["gone"] * len(keys)
-        cause = ""
-        self._record("fetch", source, keys)
-
-        def target(index: int, length: int) -> memoryview:
-            nonlocal memory
-            memory = self._pages.receive(owner, keys[index], length)
-            # Another way was faster, or there is no room: the bytes are on their way all the same.
-            return memoryview(bytearray(length)) if memory is None else memory
-
-        def done(index: int, digest: int) -> None:
-            nonlocal arrived
-            arrived += 1
-            became[index] = "not needed"
-            if memory is not None:
-                whole = self._pages.received(owner, keys[index], memory, digest)
-                became[index] = "arrived" if whole else "wrong bytes"
-
-        try:
-            await bulk.fetch(keys, target, done)
-            return arrived
-        except TensorcastError as error:
-            cause = f"the rest did not come: {error}"
-            raise
-        finally:
-            self._pages.give_up(owner)
-            self._record("fetched", source, keys, became, cause=cause)
+        await self._fetches.fetch(keys, source, bulk)
 
     # --- reporting ---
 

@@ -6,15 +6,15 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from tensorcast_connector.core.gateway_plans import GatewayPlans
-from tensorcast_connector.core.plan import CANCELLED, DONE, FAILED, check_key, decode_plan
-from tensorcast_connector.core.plan_asks import STORE, Answer, Ask, Began, Drop, Moment, Over
-from tensorcast_connector.errors import DeadlineExceeded, TensorcastError
+from tensorcast_connector.core.plan import CANCELLED, DONE, FAILED, PlanRecord, check_key, decode_plan
+from tensorcast_connector.core.plan_asks import STORE, Answer, Ask, Began, Drop, Moment
+from tensorcast_connector.errors import DeadlineExceeded, InvalidArgument, TensorcastError
 from tensorcast_connector.types import WorkerId
 from tensorcast_connector.wire.messages import Message, Ok
 from tensorcast_connector.wire.plan_messages import (
@@ -33,7 +33,8 @@ from tensorcast_connector.wire.store_messages import (
     RecordsWritten,
     WriteRecords,
 )
-from tensorcast_connector.worker.executor import Executor
+from tensorcast_connector.worker.executor import Executor, step_label
+from tensorcast_connector.worker.links import whose
 from tensorcast_connector.worker.peers import Peers
 from tensorcast_connector.worker.tracing import Tracing
 
@@ -66,7 +67,8 @@ class Plans:
         self._executor = executor
         self._now = now
         self._wall = wall
-        self._core = GatewayPlans(me, peers.metadata.view, chance.random, adopts)
+        member = peers.metadata.member
+        self._core = GatewayPlans(me, peers.metadata.view, chance.random, lambda: member.lease_id, adopts)
         self._tickets = itertools.count(1)
         self._callers: dict[int, asyncio.Future[PlanState]] = {}
         self._asks: dict[Ask, asyncio.Task[None]] = {}
@@ -144,44 +146,76 @@ class Plans:
         self._core.outbox.tick(self._moment())
         self._pump()
 
-    def _pump(self) -> None:
+    def _pump(self, after: Ask | None = None) -> Ask | None:
+        """Does what the core wants done. One request is left to the task that has ended `after`, and so spared a task.
+
+        Not one step after another: steps that take no time would keep the loop for as long as a plan is.
+        """
         if self._closed:
-            return
-        outbox = self._core.outbox
+            return None
+        following: Ask | None = None
+        outbox, ended = self._core.outbox, list[tuple[str, PlanRecord]]()
         for each in outbox.poll():
             if isinstance(each, Ask):
-                self._spawn(each)
+                if after is None or following is not None or type(each.message) is type(after.message):
+                    self._spawn(each)
+                else:
+                    following = each
             elif isinstance(each, Drop):
-                if each.ask in self._asks:
+                if each.ask is following:
+                    following = None
+                elif each.ask in self._asks:
                     self._asks[each.ask].cancel()
             elif isinstance(each, Answer):
                 self._tell(each)
             elif isinstance(each, Began):
                 self._tracing.began(each.key, each.record)
+                steps = f"{len(each.record.plan.steps)} steps, epoch {each.record.epoch}"
+                self._note("plan run", each.key, f"by this gateway: {steps}, trace {each.record.trace_id}")
             else:
-                self._ended(each)
+                self._tracing.over(each.key, each.record)
+                if each.record is not None:
+                    ended.append((each.key, each.record))
+                else:
+                    self._note("plan left", each.key, "another gateway runs it, or its record has gone")
+        if ended:  # callers are answered before it is written down for people
+            asyncio.get_running_loop().call_soon(self._ended, ended)
         if (when := outbox.wake_at()) < self._wake_at:
             if self._timer is not None:
                 self._timer.cancel()
             self._wake_at = when
             self._timer = asyncio.get_running_loop().call_later(max(0.0, when - self._now()), self._tick)
+        return following
 
-    def _ended(self, over: Over) -> None:
-        self._tracing.over(over.key, over.record)
-        if over.record is not None:
-            self.counters[over.record.state] += 1
-            fields = {
-                "event": "plan-ended",
-                "plan": over.key,
-                "state": over.record.state,
-                "trace_id": over.record.trace_id,
-            }
-            what = f"{over.record.state}{': ' if over.record.message else ''}{over.record.message}"
-            logger.info("plan %r of %d steps: %s", over.key, len(over.record.plan.steps), what, extra=fields)
+    def _ended(self, plans: Sequence[tuple[str, PlanRecord]]) -> None:
+        for key, record in plans:
+            self.counters[record.state] += 1
+            fields = {"event": "plan-ended", "plan": key, "state": record.state, "trace_id": record.trace_id}
+            what = f"{record.state}{': ' if record.message else ''}{record.message}"
+            logger.info("plan %r of %d steps: %s", key, len(record.plan.steps), what, extra=fields)
+            self._note("plan ended", key, what)
+
+    def _note(self, what: str, key: str, cause: str) -> None:
+        """To the stories, once what follows from it is on its way. A plan is found by its key, with and without its tenant."""
+        names = (key.partition("/")[2],)
+        asyncio.get_running_loop().call_soon(lambda: self._peers.record(what, key, names=names, cause=cause))
 
     def _spawn(self, ask: Ask) -> None:
-        task = self._asks[ask] = asyncio.get_running_loop().create_task(self._carry(ask))
-        task.add_done_callback(lambda _: self._asks.pop(ask))
+        task = self._asks[ask] = asyncio.get_running_loop().create_task(self._carry_on(ask))
+        task.add_done_callback(lambda _: self._asks.pop(ask, None))  # also of one that was cancelled before it began
+
+    async def _carry_on(self, ask: Ask) -> None:
+        """One request after another, as long as each follows from the one before."""
+        task = self._asks[ask]
+        following: Ask | None = ask
+        while following is not None:
+            ask = following
+            self._asks[ask] = task
+            try:
+                await self._carry(ask)
+            finally:
+                self._asks.pop(ask, None)
+            following = self._pump(ask)
 
     def _tell(self, answer: Answer) -> None:
         future = self._callers.get(answer.ticket)
@@ -193,9 +227,9 @@ class Plans:
             future.set_result(answer.result)
 
     async def _carry(self, ask: Ask) -> None:
-        traced = self._tracing.step(ask.message) if isinstance(ask.message, RunStep) else contextlib.nullcontext()
+        traced = self._tracing.step(ask.message) if isinstance(ask.message, RunStep) else None
         try:
-            with traced:
+            with traced or contextlib.nullcontext():
                 result: Any = await self._send(ask)
         except TensorcastError as error:
             logger.debug("%s failed: %s", type(ask.message).__name__, error)
@@ -205,8 +239,10 @@ class Plans:
         except Exception as error:  # a fault of our own ends the step, and not the gateway
             logger.exception("%s failed", type(ask.message).__name__)
             result = TensorcastError(f"{type(error).__name__}: {error}")
+        if isinstance(ask.message, RunStep):
+            how = f"failed: {result}" if isinstance(result, TensorcastError) else "done"
+            self._note("step answered", ask.message.key, f"{step_label(ask.message)} at {ask.to}: {how}")
         self._core.outbox.answered(ask, result, self._moment())
-        self._pump()
 
     async def _send(self, ask: Ask) -> Message:
         expected = ANSWERS[type(ask.message)]
@@ -215,19 +251,20 @@ class Plans:
         if ask.to != self._me:
             return await self._send_to(ask, expected)
         if isinstance(ask.message, RunStep):
-            async with asyncio.timeout(ask.timeout_s):
-                return StepDone(await self._executor.run(ask.message))
+            return StepDone(await self._executor.run(ask.message, ask.timeout_s))
         assert isinstance(ask.message, CancelSteps)
         self._executor.cancel(ask.message)
         return Ok()
 
     async def _send_to(self, ask: Ask, expected: type[Message]) -> Message:
         lanes = self._peers.lanes(ask.to)
+        if (why := self._peers.without_service(ask.to)) is not None:
+            raise InvalidArgument(why)  # at once: it will not learn it by the deadline
         if isinstance(ask.message, CancelSteps):
             return await lanes.cancels.call(ask.message, expected, ask.timeout_s)
         if not isinstance(ask.message, RunStep):
             return await lanes.plans.call(ask.message, expected, ask.timeout_s)
-        async with lanes.steps.turn(ask.timeout_s) as left_s:
+        async with lanes.steps.turn(ask.timeout_s, whose(ask.message)) as left_s:
             message = msgspec.structs.replace(
                 ask.message, timeout_s=left_s
             )  # it ends by the plan's deadline all the same

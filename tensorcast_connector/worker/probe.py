@@ -1,7 +1,7 @@
 """The raw counts of a worker at one moment, for its signals and its metrics. Reading them costs no more with more pages."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tensorcast_connector.core.segments import Segments
 from tensorcast_connector.core.usage import Usage
@@ -82,6 +82,7 @@ class Sample:
     fetches_waiting: int  # pages that are being fetched
     engines: int
     shards: Sequence[int]
+    devices: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # counts of each, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class Probe:
         engines, workers: requests in flight of the two listeners.
         now: the worker's clock in seconds.
         wall: seconds since 1970, for people.
+        devices: counts of the replicas on each device.
     """
 
     pages: Pages
@@ -101,6 +103,7 @@ class Probe:
     workers: Requests
     now: Callable[[], float]
     wall: Callable[[], float]
+    devices: Callable[[], Mapping[str, Mapping[str, int]]] = dict
 
     def read(self, link: Link | None) -> Sample:
         """The counts now."""
@@ -115,5 +118,5 @@ class Probe:
             requests_in_flight=self.engines.in_flight + self.workers.in_flight,
             requests_of_busiest=max(self.engines.busiest, self.workers.busiest), sends_in_flight=self.pages.sends,
             fetches_waiting=self.pages.fetches, engines=self.peers.metadata.member.engines,
-            shards=sorted(self.peers.metadata.leases.held),
+            shards=sorted(self.peers.metadata.leases.held), devices=self.devices(),
         )  # fmt: skip

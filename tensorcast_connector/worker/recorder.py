@@ -11,7 +11,7 @@ class Record(Protocol):
 
     def __call__(
         self, what: str, about: str = "", keys: Sequence[bytes] = (), each: Sequence[object] = (),
-        shards: Sequence[int] = (), cause: str = "",
+        shards: Sequence[int] = (), cause: str = "", names: Sequence[str] = (),
     ) -> None: ...  # fmt: skip
 
 
@@ -34,10 +34,10 @@ class Recorder:
 
     def record(
         self, what: str, about: str = "", keys: Sequence[bytes] = (), each: Sequence[object] = (),
-        shards: Sequence[int] = (), cause: str = "",
+        shards: Sequence[int] = (), cause: str = "", names: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """See Stories.record."""
-        self.stories.record(self._now(), what, about, keys, each, shards, cause)
+        self.stories.record(self._now(), what, about, keys, each, shards, cause, names)
 
     def lines(self, text: str) -> list[str]:
         """See Stories.lines; with wall time."""

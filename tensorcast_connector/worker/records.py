@@ -1,13 +1,22 @@
 """What a worker reads and writes at the store for its callers, and the other workers' copies of artifacts."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from tensorcast_connector.config import SEEN_ASK_S, STORE_TIMEOUT_S
-from tensorcast_connector.core.cluster import CALLERS, ClusterView, replica_key
-from tensorcast_connector.errors import Conflict, NotFound, TensorcastError, Unavailable
+from tensorcast_connector.config import CONFLICTS_MAX, METADATA_BYTES_MAX, SEEN_ASK_S, STORE_TIMEOUT_S
+from tensorcast_connector.core.cluster import ARTIFACTS, CALLERS, NAMES, ClusterView, decode_name, name_key, replica_key
+from tensorcast_connector.errors import (
+    Conflict,
+    Exhausted,
+    InvalidArgument,
+    NotFound,
+    ProtocolError,
+    TensorcastError,
+    Unavailable,
+)
 from tensorcast_connector.types import ByteRange, WorkerId
 from tensorcast_connector.wire.messages import CopyHeader, Ok, ReadHeader
 from tensorcast_connector.wire.store_messages import (
@@ -23,7 +32,23 @@ from tensorcast_connector.wire.store_messages import (
     RevokeLease,
     WriteRecords,
 )
+from tensorcast_connector.worker.fence import Fence
 from tensorcast_connector.worker.peers import Peers
+
+DELETES_PER_TXN = 60  # the store takes 128 operations, compares included
+
+
+def metadata_to_keep(view: ClusterView, tenant: str, identity: str, given: dict[str, str]) -> dict[str, str]:
+    """What is recorded beside an artifact that is put: what comes with it, else what is there already."""
+    known = view.artifacts.get((tenant, identity), {}).values()
+    return given or next((each.metadata for each in known if each.metadata), {})
+
+
+def check_metadata(metadata: dict[str, str]) -> None:
+    """Raises InvalidArgument for more than is kept."""
+    size = len(msgspec.json.encode(metadata))
+    if size > METADATA_BYTES_MAX:
+        raise InvalidArgument(f"{size} bytes of metadata; at most {METADATA_BYTES_MAX} are kept")
 
 
 class NotWritten(Unavailable):
@@ -31,10 +56,15 @@ class NotWritten(Unavailable):
 
 
 class StoreRecords:
-    """See the module. Every method may raise Unavailable; after DeadlineExceeded nobody knows whether a write was done."""
+    """See the module. Every method may raise Unavailable; then nobody knows whether a write was done, until `settled`.
 
-    def __init__(self, peers: Peers) -> None:
+    Args:
+        me: this worker.
+    """
+
+    def __init__(self, me: WorkerId, peers: Peers) -> None:
         self._peers = peers
+        self._fence = Fence(me, self.grant, self.revoke, peers.now)
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._members: tuple[object, object] = {}, {}
         self._members_seen = 0, 0  # at which view they were looked at
@@ -56,11 +86,39 @@ class StoreRecords:
     ) -> int:  # fmt: skip
         """One transaction; the revision it was done at. `listing` is of a copy that is here, under this worker's lease.
 
+        What is put is not done late: see `settled`. What is deleted should be compared: a late one does not hold then.
+
         Raises:
             Conflict: a compare does not hold; nothing was done.
             NotFound: a lease has ended.
+            NotWritten: nothing was done, for sure.
         """
         message = WriteRecords(list(compares), list(puts), list(deletes))
+        if not message.puts and listing is None:
+            return self._revision(await self._peers.store.call(message, RecordsWritten, STORE_TIMEOUT_S))
+        for last in (False, True):
+            try:
+                fence = await self._fence.put()
+            except Unavailable as error:
+                raise NotWritten(str(error)) from error
+            try:
+                return await self._put(message, fence, listing)
+            except NotFound as error:
+                self._fence.ended(fence[2])  # which of the leases, it does not say: the database may be another one
+                if last and listing is not None and not any(lease_id for _, _, lease_id in message.puts):
+                    raise NotWritten(f"this worker is not registered at the store just now: {error}") from error
+                if last:
+                    raise
+        raise AssertionError("not reached")
+
+    @staticmethod
+    def _revision(done: RecordsWritten) -> int:
+        if not done.succeeded:
+            raise Conflict("a record has changed meanwhile")
+        return done.revision
+
+    async def _put(self, wanted: WriteRecords, fence: tuple[str, bytes, int], listing: ReplicaRecord | None) -> int:
+        message = msgspec.structs.replace(wanted, puts=[*wanted.puts, fence])
         member = self._peers.metadata.member
         if listing is not None:
             if not member.lease_id:
@@ -69,15 +127,88 @@ class StoreRecords:
             message.puts.append((key, msgspec.json.encode(listing), member.lease_id))
         try:
             done = await self._peers.store.call(message, RecordsWritten, STORE_TIMEOUT_S)
-        except NotFound as error:
-            if listing is not None and all(lease_id in (0, member.lease_id) for _, _, lease_id in message.puts):
-                raise NotWritten(f"this worker is not registered at the store just now: {error}") from error
+        except (NotFound, ProtocolError, Exhausted):  # an answer
             raise
-        if not done.succeeded:
-            raise Conflict("a record has changed meanwhile")
+        except BaseException:
+            self._fence.unsure(fence[2])
+            raise
+        revision = self._revision(done)
         if listing is not None:
             member.told(listing)
-        return done.revision
+        return revision
+
+    async def write_name(
+        self, puts: Sequence[tuple[str, bytes, int]], tenant: str, name: str, listing: ReplicaRecord | None = None
+    ) -> int:
+        """As `write`, with a name among `puts`: whatever was meant for it before this was asked for is not done any more.
+
+        Raises:
+            Conflict: others put the same name, again and again.
+        """
+        key = name_key(tenant, name)
+        revision = self.view.name_revisions.get((tenant, name), 0)
+        for _ in range(CONFLICTS_MAX):
+            try:
+                return await self.write(puts, (), [(key, revision)], listing)
+            except Conflict:
+                revision = await self.revision(key)
+        raise Conflict(f"the name {name!r} was put by others {CONFLICTS_MAX} times meanwhile; put it again")
+
+    async def delete(self, key: str) -> int:
+        """At which revision it is gone. What somebody writes meanwhile stays, and so it does if this is done late."""
+        revision = await self.revision(key)
+        if revision:
+            with contextlib.suppress(Conflict):
+                return await self.write([], [key], [(key, revision)])
+        return self.view.revision
+
+    async def delete_artifact(self, tenant: str, identity: str) -> int:
+        """With all that it is called; the revision it was done at.
+
+        The artifact first: a name that is left over points to nothing, and one that has moved on meanwhile stays.
+
+        Raises:
+            Conflict: it is put again and again meanwhile.
+        """
+        prefix, revision = f"{ARTIFACTS}{tenant}/{identity}/", 0
+        for _ in range(CONFLICTS_MAX):
+            owners = await self.read(prefix)
+            try:
+                for at in range(0, len(owners), DELETES_PER_TXN):
+                    part = [(each.key, each.revision) for each in owners[at : at + DELETES_PER_TXN]]
+                    revision = await self.write([], [key for key, _ in part], part)
+                break
+            except Conflict:
+                continue
+        else:
+            raise Conflict(f"artifact {identity} is put again all the time; delete it later")
+        entries = await self.read(f"{NAMES}{tenant}/")
+        names = [(each.key, each.revision) for each in entries if decode_name(each.value).artifact_id == identity]
+        for at in range(0, len(names), DELETES_PER_TXN):
+            part = names[at : at + DELETES_PER_TXN]
+            try:
+                revision = await self.write([], [key for key, _ in part], part)
+            except Conflict:  # some have moved on: each on its own
+                for each in part:
+                    with contextlib.suppress(Conflict):
+                        revision = await self.write([], [each[0]], [each])
+        return revision
+
+    async def revision(self, key: str) -> int:
+        """At which a record was last written; 0: there is none."""
+        return next((each.revision for each in await self.read(key) if each.key == key), 0)
+
+    def prepare(self) -> None:
+        """A write is going to come."""
+        self._fence.prepare()
+
+    async def settled(self) -> None:
+        """Until every write of this worker was done or never will be."""
+        await self._fence.settled()
+
+    async def close(self) -> None:
+        """Settles nothing any more."""
+        await self._fence.close()
 
     async def grant(self, ttl_s: int) -> int:
         """A new lease."""
@@ -110,6 +241,27 @@ class StoreRecords:
             pass  # it cannot be reached, and may be soon
         if not await self._until(here, timeout_s):
             raise Unavailable("this worker does not hear just now of what is written to the store; it will later")
+
+    async def caught_up(self) -> None:
+        """Until this worker's view shows what is in the store now."""
+        asked = ReadRecords(f"{CALLERS}none/")
+        await self.seen((await self._peers.store.call(asked, Records, STORE_TIMEOUT_S)).revision)
+
+    async def name_moved(self, tenant: str, name: str, known: str, after: tuple[int, int], timeout_s: float) -> None:
+        """Until a name is not any more as it was seen at a moment (life, revision) of the store, at most so long.
+
+        Args:
+            known: what it pointed to then; "": there was none.
+        """
+
+        def moved() -> bool:
+            view, key = self.view, (tenant, name)
+            # A view that has not come to that moment itself has nothing to say.
+            if key in view.names:
+                return (view.incarnation, view.name_revisions[key]) > after
+            return bool(known) and (view.incarnation, view.revision) > after
+
+        await self._until(moved, timeout_s)
 
     async def members_changed(self, after_revision: int, timeout_s: float) -> None:
         """Until workers or engines have come or gone since that revision, at most so long."""
@@ -158,6 +310,8 @@ class ArtifactPeers:
     async def header(self, artifact: str, source: WorkerId) -> bytes:
         """See Elsewhere."""
         client, _ = self._peers.client(source)
+        if (why := self._peers.without_service(source)) is not None:
+            raise Unavailable(why)
         return (await client.call(ReadHeader(artifact), CopyHeader, STORE_TIMEOUT_S)).header
 
     async def fetch_bytes(

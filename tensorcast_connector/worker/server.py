@@ -12,22 +12,23 @@ from tensorcast_connector.config import (
     NAME_CHARS_MAX,
     SLAB_BYTES,
     SLOT_ALIGN_BYTES,
-    WorkerConfig,
     parse_address,
-    parse_roles,
+    parse_devices,
 )
 from tensorcast_connector.core.residence import Residence
 from tensorcast_connector.core.segments import Segments
 from tensorcast_connector.errors import ConfigError
 from tensorcast_connector.net.transport import Listener, Network, Stream
+from tensorcast_connector.settings import WorkerConfig, parse_roles
 from tensorcast_connector.types import Address, WorkerId
 from tensorcast_connector.wire.messages import PROTOCOL_VERSION
 from tensorcast_connector.wire.store_messages import (
     WorkerRecord,
 )
-from tensorcast_connector.worker.arena import Arena, available_memory_bytes
+from tensorcast_connector.worker.arena import Arena, available_memory_bytes, check_fits
 from tensorcast_connector.worker.artifacts import Artifacts
 from tensorcast_connector.worker.census import Census, Reports
+from tensorcast_connector.worker.devices import Devices
 from tensorcast_connector.worker.gateway import Gateway
 from tensorcast_connector.worker.observer import Observer
 from tensorcast_connector.worker.pages import Pages
@@ -55,6 +56,7 @@ class Worker:
     observer: Observer
     probe: Probe
     artifacts: Artifacts
+    devices: Devices
     gateway: Gateway
     retention: Retention
     _arena: Arena
@@ -70,20 +72,25 @@ class Worker:
         for listener in self._listeners:
             await listener.close()
         await self.pages.close()
+        await self.devices.close()
         await self.artifacts.close()
         await self.peers.close()
         self._arena.close()
 
 
-def _check(config: WorkerConfig) -> None:
-    """What can be told before anything is started; raises ConfigError."""
+def _socket_of(config: WorkerConfig) -> Address:
+    return parse_address(f"unix:{config.socket.removeprefix('unix:')}", "socket")
+
+
+def check_config(config: WorkerConfig) -> None:
+    """What can be told before anything is started, or made by others that are to run beside it; raises ConfigError."""
     if not config.name.isprintable() or not config.name or "/" in config.name or len(config.name) > NAME_CHARS_MAX:
         raise ConfigError(
             f"name={config.name!r}: a worker needs a name of at most {NAME_CHARS_MAX} characters without slashes"
         )
-    advertise = parse_address(config.advertise, "advertise") if config.advertise else None
+    advertise = parse_address(config.advertise, "advertise", other_hosts=True) if config.advertise else None
     for name, text in (("listen", config.listen), ("advertise", config.advertise)):
-        if text and parse_address(text, name).scheme != "tcp":
+        if text and parse_address(text, name, other_hosts=True).scheme != "tcp":
             raise ConfigError(f"{name}={text!r}: other workers can only reach a TCP address, HOST:PORT")
     if advertise is not None and advertise.scheme == "tcp" and not advertise.port:
         raise ConfigError(f"advertise={config.advertise!r}: port 0 is any port, which nobody can dial")
@@ -91,6 +98,8 @@ def _check(config: WorkerConfig) -> None:
         raise ConfigError(
             f"listen={config.listen!r} is every interface; say with advertise=HOST:PORT what other workers dial"
         )
+    _socket_of(config)
+    check_fits(config.arena_bytes, available_memory_bytes())
     dialled = advertise or parse_address(config.listen, "listen")
     stores = [parse_address(each.strip(), "store") for each in config.store.split(",")]
     if dialled.is_loopback and not all(each.is_loopback for each in stores):
@@ -114,9 +123,9 @@ async def start_worker(
     Raises:
         ConfigError: an address cannot be used, or the arena does not fit.
     """
-    _check(config)
+    check_config(config)
     listen = parse_address(config.listen, "listen")
-    socket = parse_address(f"unix:{config.socket.removeprefix('unix:')}", "socket")
+    socket = _socket_of(config)
     arena = Arena(config.arena_bytes, available_memory_bytes())
     made: list[_Made] = []
     listeners: list[Listener] = []
@@ -128,11 +137,13 @@ async def start_worker(
         listeners.append(await network.listen(listen, on_peer))
         address = parse_address(config.advertise, "advertise") if config.advertise else listeners[0].address
         made.append(_put_together(config, network, arena, address, chance, now, wall))
+        await made[0].devices.start()
         listeners.append(await network.listen(socket, made[0].engines.on_stream))
     except BaseException:
         for listener in listeners:
             await listener.close()
         for each in made:
+            await each.devices.close()
             await each.artifacts.close()
         arena.close()
         raise
@@ -151,6 +162,7 @@ class _Made:
     observer: Observer
     probe: Probe
     artifacts: Artifacts
+    devices: Devices
     gateway: Gateway
     retention: Retention
     sampler: Sampler
@@ -172,7 +184,7 @@ class _Made:
         logger.info("worker %s serves engines at %s and workers at %s", self.worker_id, socket, address, extra=fields)
         return Worker(
             self.worker_id, socket, address, self.roles, self.pages, self.peers, self.observer, self.probe,
-            self.artifacts, self.gateway, self.retention, arena, self.sampler, listeners,
+            self.artifacts, self.devices, self.gateway, self.retention, arena, self.sampler, listeners,
         )  # fmt: skip
 
 
@@ -187,24 +199,25 @@ def _put_together(
     recorder, reports = Recorder(now, wall), Reports(now, wall)
     pages = Pages(arena, segments, recorder.record)
     peers = pages.elsewhere = Peers(record, pages, network, stores, chance, now, recorder.record)
-    residence, view = Residence(config.artifact_bytes), peers.metadata.view
+    residence, view = Residence(config.artifact_bytes, tenant_bytes_max=config.tenant_bytes_max), peers.metadata.view
     spare_bytes = min(ARTIFACT_SPARE_BYTES, config.artifact_bytes // 8)
     artifacts = Artifacts(worker_id, residence, view, ArtifactPeers(peers), now, spare_bytes)
-    peers.on_view.append(artifacts.reconcile)
+    devices = Devices(parse_devices(config.devices, "devices"), config.device_bytes, view, now)
+    peers.on_view += [artifacts.reconcile, devices.reconcile]
     at_engines, at_workers = Requests(), Requests()
-    probe = Probe(pages, peers, segments, at_engines, at_workers, now, wall)
+    probe = Probe(pages, peers, segments, at_engines, at_workers, now, wall, devices.table.statistics)
     sampler = Sampler(worker_id, roles, address.host, probe.read)
     sampler.measure()
 
     def statistics() -> dict[str, int | str]:
-        return {**pages.statistics(), **peers.statistics(), **artifacts.statistics()}
+        return {**pages.statistics(), **peers.statistics(), **artifacts.statistics(), **devices.statistics()}
 
     observer = Observer(recorder, sampler, now, statistics, reports.all)
     retention = Retention(pages, config.page_age_max_s, now)
     census = Census(worker_id, peers, retention, observer.signals)
-    gateway = Gateway(worker_id, artifacts, peers, census, chance, "gateway" in roles, now, wall)
+    gateway = Gateway(worker_id, artifacts, devices, peers, census, chance, "gateway" in roles, now, wall)
     return _Made(
-        worker_id, roles, segments, pages, peers, observer, probe, artifacts, gateway, retention, sampler,
+        worker_id, roles, segments, pages, peers, observer, probe, artifacts, devices, gateway, retention, sampler,
         EngineService(worker_id, arena, pages, peers, observer, at_engines, gateway, reports, retention),
         PeerService(worker_id, pages, peers, observer, at_workers, gateway),
     )  # fmt: skip

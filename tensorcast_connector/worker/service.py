@@ -10,9 +10,10 @@ import msgspec
 from tensorcast_connector.config import KEY_BYTES_MAX, KEYS_PER_MESSAGE_MAX
 from tensorcast_connector.errors import Exhausted, ProtocolError
 from tensorcast_connector.net.bulk import serve_bulk
-from tensorcast_connector.net.rpc import Connection, Session, accept, open_session, serve_stream
+from tensorcast_connector.net.rpc import Connection, Session, accept, open_session
 from tensorcast_connector.net.transport import Stream
 from tensorcast_connector.types import InstanceId
+from tensorcast_connector.wire.caller_messages import Arrival, AskArrival
 from tensorcast_connector.wire.codec import (
     EngineRequest,
     PeerRequest,
@@ -134,7 +135,8 @@ class _EngineSession:
         if listed := self._service.listed.get(InstanceId(self._engine)):
             self._service.retention.names(listed[1].tenant, message.keyspaces)
         held = self._service.pages.hold_local(self._id, message.lookup_id, message.keyspaces, message.block_hashes)
-        return self._locate(held) if held.missing else self._looked_up(held, held.leading_blocks)
+        known = self._service.pages.known(held)
+        return self._locate(held) if known is None else self._looked_up(held, known)
 
     async def _locate(self, held: Held) -> Message:
         with self._busy:
@@ -258,7 +260,10 @@ class EngineService:
 
     async def on_stream(self, stream: Stream) -> None:
         """An OnStream."""
-        await serve_stream(stream, self)
+        hello = await accept(stream, self.server, self.server_id)
+        # A stopped engine may go on writing into what it has reserved here: its connection is never ended for being silent.
+        kept = hello.role != CALLER_ROLE
+        await Connection(stream, self, open_session(stream, self, hello), kept).serve()
 
 
 class _PeerSession:
@@ -295,6 +300,8 @@ class _PeerSession:
             return self._service.gateway.census.forget_here(message.tenant)
         elif isinstance(message, ReadHeader):
             return CopyHeader(self._service.gateway.artifacts.copy(message.artifact_id).encoded)
+        elif isinstance(message, AskArrival):
+            return Arrival([self._service.gateway.artifacts.arrival(each) for each in message.artifacts])
         reply = peers.metadata.serve(message, peers.now())
         peers.traffic.told(message)
         peers.wake()

@@ -45,6 +45,8 @@ def signals_of(worker_id: WorkerId, roles: Sequence[str], before: Sample | None,
         "fetches_waiting": sample.fetches_waiting,
         "engines": sample.engines,
     }
+    if sample.devices:
+        values["devices"] = {name: dict(counts) for name, counts in sample.devices.items()}
     queue = max(sample.requests_of_busiest / REQUESTS_IN_FLIGHT_MAX, sample.sends_in_flight / CONNECTIONS_MAX)
     network = _network(before, sample, values)
     return Signals(

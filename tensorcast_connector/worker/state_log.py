@@ -9,8 +9,10 @@ from collections.abc import Mapping
 
 from tensorcast_connector.config import PEER_UNREACHABLE_AFTER_S, SHARDS_SETTLED_AFTER_S, SHARDS_UNSETTLED_MAX_S
 from tensorcast_connector.core.metadata import Metadata
+from tensorcast_connector.errors import Unavailable
 from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.types import WorkerId
+from tensorcast_connector.worker.artifact_log import ArtifactLog
 from tensorcast_connector.worker.recorder import Record
 
 logger = logging.getLogger(__name__)
@@ -18,16 +20,18 @@ _LOOKS_PER_DELAY = 4  # how exactly PEER_UNREACHABLE_AFTER_S is kept
 
 
 class StateLog:
-    """Compares what is with what was told last: whether the worker has joined, its shards, the store, its peers."""
+    """Compares what is with what was told last: whether the worker has joined, its shards, the store, its peers, artifacts."""
 
     def __init__(self, metadata: Metadata, record: Record) -> None:
         self._metadata = metadata
         self._record = record
+        self._artifacts = ArtifactLog(metadata.view, record)
         self._lease = 0
         self._shards: frozenset[int] = frozenset()
         self._shards_told = self._shards  # in the log
         self._shards_changed_at = self._shards_unsettled_since = float("inf")  # inf: the log has been told
         self._store_is_there = True
+        self._store_away_since = 0.0  # if it is not there
         self._apart_since: dict[WorkerId, float] = {}
         self.unreachable: set[WorkerId] = set()  # workers listed that have not been reached for a while
         self._look_at = 0.0
@@ -46,7 +50,8 @@ class StateLog:
         """
         self._tell_lease()
         self._tell_shards(now)
-        self._tell_store(store)
+        self._tell_store(store, now)
+        self._artifacts.tell(now)
         if now >= self._look_at:
             self._look_at = now + PEER_UNREACHABLE_AFTER_S / _LOOKS_PER_DELAY
             self._tell_peers(clients, now)
@@ -95,21 +100,33 @@ class StateLog:
         changes = ", ".join(f"{len(each)} {word}" for each, word in ((gained, "gained"), (lost, "lost")) if each)
         logger.info("home of %d shards of %d (%s)", held, count, changes, extra=fields)
 
-    def _tell_store(self, store: str) -> None:
+    def store_away(self, error: Unavailable, now: float) -> Unavailable:
+        """What callers are told for `error`, which came when the store was asked for them: as retriable, and no less certain."""
+        since = "" if self._store_is_there else f" for {max(0.0, now - self._store_away_since):.0f} s"
+        return type(error)(
+            f"the store cannot be reached{since} ({error}); what is there can be read meanwhile, and put when it is back"
+        )
+
+    def _tell_store(self, store: str, now: float) -> None:
         error = self._metadata.member.store_error
         if (error is None) == self._store_is_there:
             return
         self._store_is_there = error is None
         if error is None:
-            logger.info("store %s is there", store, extra={"event": "store-back", "store": store})
+            away_s = now - self._store_away_since
+            fields = {"event": "store-back", "store": store, "away_s": round(away_s, 3)}
+            logger.info("the store at %s is back after %.0f s", store, away_s, extra=fields)
             self._record("store back", store)
         else:
             self.counters["store_losses"] += 1
+            self._store_away_since = now
             fields = {"event": "store-lost", "store": store, "error": str(error)}
             rest = (
-                "going on with the members known" if self._lease else "not joined yet, serving the engines of this host"
+                "lookups, reads and transfers go on with the members known"
+                if self._lease
+                else "not joined yet, serving the engines of this host"
             )
-            logger.warning("store: %s; %s", error, rest, extra=fields)
+            logger.warning("the store cannot be reached: %s; %s", error, rest, extra=fields)
             self._record("store lost", store, cause=str(error))
 
     def _tell_peers(self, clients: Mapping[WorkerId, RpcClient], now: float) -> None:

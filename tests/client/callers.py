@@ -33,11 +33,16 @@ class Pool(Cluster):
 
     sessions: list[Session]
 
-    async def start(self, *names: str, artifact_bytes: int = 8 << 20) -> list[Worker]:
+    async def start(
+        self, *names: str, artifact_bytes: int = 8 << 20, devices: str = "", device_bytes: int = 64 << 20
+    ) -> list[Worker]:
         """A store and workers that know each other."""
         self.sessions = []
         await self.start_store()
-        workers = [await self.worker(name, artifact_bytes=artifact_bytes) for name in names or ("a",)]
+        workers = [
+            await self.worker(name, artifact_bytes=artifact_bytes, devices=devices, device_bytes=device_bytes)
+            for name in names or ("a",)
+        ]
         await self.settled()
         return workers
 
@@ -57,8 +62,7 @@ class Pool(Cluster):
     async def die(self, session: Session) -> None:
         """Its process is gone: nothing more is said."""
         self.sessions.remove(session)
-        for task in session._renewing:
-            task.cancel()
+        session._leases.forsake()
         await session._link.close()
 
     async def listed(self, identity: str, workers: Sequence[Worker]) -> None:  # type: ignore[override]

@@ -3,8 +3,10 @@
 import asyncio
 import gc
 import logging
+import mmap
 import os
 import random
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -17,12 +19,12 @@ import xxhash
 
 from tensorcast_connector.client import attachment as module
 from tensorcast_connector.client.attachment import Attachment, Mapping
-from tensorcast_connector.config import WorkerConfig
 from tensorcast_connector.errors import DeadlineExceeded, ProtocolError, Unavailable
 from tensorcast_connector.net import rpc_client
 from tensorcast_connector.net.rpc import accept, serve_stream
 from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.net.transport import Stream
+from tensorcast_connector.settings import WorkerConfig
 from tensorcast_connector.types import Address
 from tensorcast_connector.wire.messages import (
     AttachInstance,
@@ -125,6 +127,18 @@ def test_save_and_load_byte_exact(host: Host, attach: Any) -> None:
     until_blocking(lambda: one.statistics()["pages_held"] == 0)
     one.release([])
     assert repr(one) == f"<Attachment {host.address} up>"
+
+
+def test_what_is_reserved_is_mapped_before_it_is_written_to(host: Host, attach: Any) -> None:
+    host.start()
+    one = attach()
+    mapping = one.mapping
+    assert None not in one.reserve(SPACE, KEYS, PAGE, mapping)  # of an arena that is smaller than a huge page
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for offset in range(0, mapping.memory.nbytes, mmap.PAGESIZE):
+        mapping.memory[offset] = 1
+    taken = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    assert taken < mapping.memory.nbytes // mmap.PAGESIZE / 4
 
 
 def test_aborted_pages_can_be_reserved_again(host: Host, attach: Any) -> None:

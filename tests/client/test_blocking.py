@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tensorcast_connector.client.blocking import BlockingArtifact, BlockingSession, connect_blocking
+from tensorcast_connector.client.ownership import leased
 from tensorcast_connector.client.plan import CallContext
-from tensorcast_connector.client.session import leased
 from tensorcast_connector.errors import ConfigError, InvalidArgument, NotFound, Unavailable
 from tests.client.callers import Pool, equal, used, weights
 from tests.waiting import until
@@ -176,4 +176,34 @@ async def test_nobody_is_there(pool: Pool) -> None:
         attempt: Awaitable[Any] = asyncio.to_thread(connect_blocking, address)
         with pytest.raises(kind):
             await attempt
+    assert not threads()
+
+
+async def test_published_versions(pool: Pool) -> None:
+    await pool.start()
+
+    def work(session: BlockingSession) -> None:
+        publisher = session.weight_publisher("policy", keep_last=1)
+        first = publisher.publish(weights(), 1)
+        before = session.weights("policy")
+        assert (before.version, before.id, before.reference) == (1, first.id, first.artifact_id) and "policy" in repr(
+            before
+        )
+        versions = session.subscribe("policy")
+        assert next(versions) == first == before.published
+        publisher.publish({**weights(), "w1": weights(1)["w1"]}, 2)
+        assert next(versions).version == 2
+        now = session.weights("policy", 2)
+        assert (
+            now.changed_since(before) == ("w1",)
+            and now.names == ("w0", "w1", "w2")
+            and now.specs["w1"].shape == (500, 2)
+        )
+        assert now.tensor("w1").tobytes() == weights(1)["w1"].tobytes() and "policy" in repr(publisher)
+        assert equal(now.view(names=["w0"]).tensor_dict(), {"w0": weights()["w0"]})
+        now.prefetch()
+        now.pin(100)
+        now.unpin()
+
+    await blocking(pool, work)
     assert not threads()

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 
+from tensorcast_connector.client.session import Session
 from tensorcast_connector.core.cluster import artifact_key
-from tensorcast_connector.errors import DeadlineExceeded, Exhausted, Unauthorized, Unavailable
+from tensorcast_connector.errors import DeadlineExceeded, Exhausted, NotFound, Unauthorized, Unavailable
+from tensorcast_connector.store.kv import TxnResult
 from tensorcast_connector.wire.caller_messages import AbortUpload, CommitUpload, ListDisabled, OpenUpload, UploadOpened
 from tensorcast_connector.wire.messages import AttachInstance, Hello, Ok
-from tensorcast_connector.worker import commits
+from tensorcast_connector.worker import commits, fence
 from tensorcast_connector.worker.gateway import CallerSession
+from tensorcast_connector.worker.metrics import WorkerMetrics
+from tensorcast_connector.worker.server import Worker
 from tests.client.callers import Pool, equal, used, weights
 from tests.cluster import plane
 from tests.waiting import until
@@ -22,6 +26,7 @@ from tests.waiting import until
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store is asked again soon."""
     monkeypatch.setattr(commits, "COMMIT_FOLLOW_INTERVAL_S", 0.01)
+    monkeypatch.setattr(fence, "COMMIT_FOLLOW_INTERVAL_S", 0.01)
 
 
 async def test_a_caller_that_dies_in_mid_commit_leaves_bytes_or_nothing(
@@ -70,6 +75,104 @@ async def test_after_an_unknown_outcome_the_store_is_asked(pool: Pool, done: boo
         assert used(a) == 0
 
 
+class Late:
+    """The database takes the next write that puts something under a prefix, does not answer, and does it later."""
+
+    def __init__(self, pool: Pool, patch: pytest.MonkeyPatch, prefix: str) -> None:
+        assert pool.kv is not None
+        self._txn = pool.kv.txn
+        self._prefix = prefix
+        self.taken: list[tuple[Any, Any]] = []
+        patch.setattr(pool.kv, "txn", self._take)
+
+    async def _take(self, compares: Any, operations: Any) -> TxnResult:
+        if not self.taken and any(each.key.startswith(self._prefix) for each in operations):
+            self.taken.append((compares, operations))
+            raise DeadlineExceeded("the database does not answer in time")
+        return await self._txn(compares, operations)
+
+    async def done(self) -> bool:
+        """Does it now; whether that changed anything."""
+        try:
+            return (await self._txn(*self.taken[0])).succeeded
+        except NotFound:
+            return False
+
+
+async def refuses(lease_id: int) -> None:
+    """A database that ends no lease."""
+    raise Unavailable("not now")
+
+
+async def test_what_was_not_answered_and_is_not_there_never_will_be(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [a] = await pool.start()
+    session = await pool.session(a)
+    late = Late(pool, monkeypatch, "cluster/artifacts/")
+    with pytest.raises(DeadlineExceeded):
+        await session.put(weights(), name="n")
+    await until(lambda: used(a) == 0)
+    assert not await late.done()
+    with pytest.raises(NotFound, match="no artifact has the name 'n'"):
+        await session.artifact("n").tensor_dict()
+    await session.put(weights(), name="n")
+    assert equal(await session.artifact("n").tensor_dict(), weights())
+
+
+@pytest.mark.parametrize("change", ["name", "put", "unname", "delete"])
+async def test_what_is_done_late_does_not_undo_what_was_done_since(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    a, b = await pool.start("a", "b")
+    here, there = await pool.session(a), await pool.session(b)
+    old, new = [await (await here.put(weights(each))).id() for each in (1, 2)]
+    await here.name("n", old)
+    await pool.seen()
+    changes = {
+        "name": lambda: here.name("n", old),
+        "put": lambda: here.put(weights(1), name="n"),
+        "unname": lambda: here.unname("n"),
+        "delete": lambda: here.delete("n"),
+    }
+    assert pool.kv is not None
+    revoke = pool.kv.lease_revoke
+    monkeypatch.setattr(pool.kv, "lease_revoke", refuses)  # so that nothing but what is compared is in its way
+    late = Late(pool, monkeypatch, "cluster/artifacts/" if change == "delete" else "cluster/names/")
+    with pytest.raises(DeadlineExceeded):
+        await changes[change]()
+    # Through another gateway, which knows nothing of it.
+    await there.put(weights(1), name="other")
+    await there.name("n", new)
+    await pool.seen()
+    assert not await late.done()
+    assert await there.artifact("n").id() == new
+    assert await there.artifact("other").id() == old
+    monkeypatch.setattr(pool.kv, "lease_revoke", revoke)
+
+
+async def test_a_lease_of_writes_that_cannot_be_ended_holds_writes_back(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [a] = await pool.start()
+    session = await pool.session(a)
+    monkeypatch.setattr(fence, "STORE_TIMEOUT_S", 0.01)
+    assert pool.kv is not None
+    revoke = pool.kv.lease_revoke
+
+    monkeypatch.setattr(pool.kv, "lease_revoke", refuses)
+    Late(pool, monkeypatch, "cluster/artifacts/")
+    with pytest.raises(DeadlineExceeded):
+        await session.put(weights(), name="n")
+    unsure = used(a)
+    with pytest.raises(Unavailable, match="an earlier write may still be done"):
+        await session.put(weights(1), name="m")
+    assert used(a) == unsure > 0, "what was not written has gone; what may be has not"
+    monkeypatch.setattr(pool.kv, "lease_revoke", revoke)
+    await until(lambda: used(a) == 0)
+    await session.put(weights(1), name="m")
+
+
 async def test_a_name_that_was_put_again_is_deleted_and_read_as_it_is_now(pool: Pool) -> None:
     [a] = await pool.start()
     session = await pool.session(a)
@@ -104,6 +207,48 @@ async def test_after_the_stores_database_was_lost_sessions_go_on_and_bytes_stay(
     assert a.artifacts.statistics()["artifacts_lost"] == 9
     await session.delete("again")
     await until(lambda: a.artifacts.statistics()["artifacts"] == 9)
+
+
+def metrics(worker: Worker) -> tuple[float, float]:
+    """Artifacts whose record was lost, and those without a copy, as Prometheus is told."""
+    values = {name: value for name, _, value in WorkerMetrics(worker).values()}
+    lost, gone = (values[f"tensorcast_worker_artifacts_{each}"] for each in ("lost", "without_copy"))
+    assert isinstance(lost, int) and isinstance(gone, int)
+    return lost, gone
+
+
+async def test_artifacts_whose_last_copy_has_gone_are_counted(pool: Pool) -> None:
+    a, b = await pool.start("a", "b")
+    session = await pool.session(a)
+    await session.put(weights(), name="n")
+    await pool.seen()
+    assert metrics(b) == (0, 0)
+    await session.close()
+    pool.sessions.remove(session)
+    await pool.leave(a)
+    await until(lambda: metrics(b) == (0, 1))
+
+
+async def test_what_the_store_has_lost_makes_room(pool: Pool) -> None:
+    [a] = await pool.start(artifact_bytes=1 << 20)
+    session = await pool.session(a)
+    big = [weights(number, count=1, size=160 << 10) for number in range(4)]  # 320 KiB each
+    for number in range(3):
+        await session.put(big[number], name=f"n{number}")
+    with pytest.raises(Exhausted):
+        await session.put(big[3])
+    await pool.lose_store()
+    shutil.rmtree(pool.folder / "store")
+    pool.life += 1
+    await pool.found_store()
+    await until(lambda: a.artifacts.statistics()["artifacts_lost"] == 3)
+    assert metrics(a) == (3, 0)
+    await session.put(big[2], name="again")  # it is here still, and is kept again
+    await session.put(big[3], name="new")
+    await until(lambda: a.artifacts.statistics()["artifacts_lost"] <= 1)
+    assert a.artifacts.counters["artifacts_evicted"] >= 1
+    for name, each in (("again", big[2]), ("new", big[3])):
+        assert equal(await session.artifact(name).tensor_dict(), each)
 
 
 async def test_uploads_of_a_session_and_artifacts_of_a_worker_are_limited(pool: Pool) -> None:
@@ -142,17 +287,28 @@ async def test_an_artifact_of_very_many_owners_is_deleted(pool: Pool) -> None:
     assert await session.list_artifacts() == []
 
 
+async def listed(session: Session, wanted: set[str]) -> None:
+    """Until a caller sees all these engines, and never another: on a busy machine one may be away for a moment."""
+    async with asyncio.timeout(20):
+        async for seen in session.watch(0.05):
+            found = {each.instance_id for each in seen.instances}
+            assert found <= wanted
+            if found == wanted:
+                assert {each.instance_id for each in await session.list_instances()} <= wanted
+                return
+
+
 async def test_tenants_see_nothing_of_each_others_engines(pool: Pool) -> None:
     [a] = await pool.start()
     for name, tenant in (("of-a", "team-a"), ("of-b", "team-b"), ("of-all", "")):
         client = await pool.engine(a, name)
         await client.client.call(AttachInstance(name, "engine", "m", "n", tenant), Ok, 5)
-    await pool.seen()
+    await until(lambda: len(plane(a).view.instances) == 3)
     operator, session, what = await pool.session(a), await pool.session(a, tenant="team-a"), "0123456789abcdef" * 2
     await operator.disable(what)
     assert what in await operator.list_disabled()
-    assert {each.instance_id for each in await operator.list_instances()} == {"of-a", "of-b", "of-all"}
-    assert {each.instance_id for each in await session.list_instances()} == {"of-a", "of-all"}
+    await listed(operator, {"of-a", "of-b", "of-all"})
+    await listed(session, {"of-a", "of-all"})
     with_token: Any = SimpleNamespace(tenant="team-a")
     with pytest.raises(Unauthorized):
         a.gateway.open_session(with_token, Hello(1, 1, "caller", "c", "team-a")).handle(ListDisabled())
@@ -169,3 +325,18 @@ async def test_watching_is_not_hurried_by_what_others_write(pool: Pool) -> None:
     await pool.worker("b")
     async with asyncio.timeout(5):
         await waiting
+
+
+async def test_a_tenants_artifacts_have_a_share_of_a_worker(pool: Pool) -> None:
+    [a] = await pool.start(artifact_bytes=1 << 20)
+    a.artifacts.residence.tenant_bytes_max = 400 << 10
+    big = [weights(number, count=1, size=100 << 10) for number in range(3)]  # 200 KiB each
+    session, other = await pool.session(a, tenant="one"), await pool.session(a, tenant="two")
+    for each in big[:2]:
+        await session.put(each)
+    with pytest.raises(Exhausted, match="that one tenant may have at this worker"):
+        await session.put(big[2], name="n")
+    assert equal(await (await other.put(big[2])).tensor_dict(), big[2])
+    await session.delete((await session.list_artifacts())[0].artifact_id)
+    await until(lambda: used(a) < 500 << 10)
+    await session.put(big[2], name="n")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensorcast_connector.client.session import leased
+from tensorcast_connector.client.ownership import leased
 from tensorcast_connector.core.artifact import CHUNK_BYTES
 from tensorcast_connector.core.placement import hrw_rank
 from tensorcast_connector.errors import Exhausted, NotFound, TensorcastError, Unavailable

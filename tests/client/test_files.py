@@ -2,7 +2,11 @@
 
 import asyncio
 import json
+import logging
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +17,21 @@ from hypothesis import strategies as st
 
 from tensorcast_connector.client import files
 from tensorcast_connector.client.blocking import connect_blocking
-from tensorcast_connector.client.files import INDEX, encode_file_header, read_tensors, write_file
+from tensorcast_connector.client.files import read_tensors, write_file
+from tensorcast_connector.client.ownership import leased
 from tensorcast_connector.client.session import connect
 from tensorcast_connector.client.tensors import RawTensor, sources
+from tensorcast_connector.config import METADATA_BYTES_MAX
 from tensorcast_connector.core.artifact import DTYPE_BYTES, layout
+from tensorcast_connector.core.safetensors import INDEX, encode_file_header
 from tensorcast_connector.errors import ConfigError, Exhausted, InvalidArgument, NotFound
 from tests.client.callers import Pool, weights
+from tests.client.checkpoints import entry, file_of, random_file, random_folder
+from tests.waiting import until
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
+safetensors_open = pytest.importorskip("safetensors").safe_open
 
 KINDS = [
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "float8_e4m3fn",
@@ -33,17 +43,6 @@ def tensors() -> dict[str, Any]:
     """Of every kind, empty and 0-d ones too."""
     made = {kind: torch.arange(6).remainder(2).to(getattr(torch, kind)).reshape(2, 3) for kind in KINDS}
     return {**made, "empty": torch.zeros((0, 3)), "0-d": torch.tensor(1.5), "odd": torch.ones(3, dtype=torch.uint8)}
-
-
-def file_of(path: Path, header: Any, data: bytes = b"") -> Path:
-    """A file with that header, as JSON unless it is bytes."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    return path
-
-
-def entry(dtype: str = "U8", shape: Any = (2,), offsets: Any = (0, 2)) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
 # --- reading ---
@@ -162,6 +161,9 @@ def test_paths_that_are_no_files(tmp_path: Path) -> None:
         with pytest.raises(InvalidArgument, match=message) as refused:
             read_tensors(tmp_path / path)
         assert str(tmp_path) in str(refused.value)
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(InvalidArgument, match="circle: Too many levels"):
+        read_tensors(tmp_path / "circle")
     with pytest.raises(InvalidArgument, match="null"):
         read_tensors("a\0b")
 
@@ -219,6 +221,75 @@ async def test_files_go_through_the_pool_unchanged(pool: Pool, scheme: str, tmp_
     assert sorted(each.name for each in tmp_path.iterdir() if each.is_file() and "safetensors" in each.name) == [
         "x.safetensors", "y.safetensors",
     ]  # fmt: skip
+
+
+def metadata_of(path: Path) -> dict[str, str] | None:
+    """As the library reads it."""
+    with safetensors_open(path, "numpy") as file:
+        return file.metadata()  # type: ignore[no-any-return]
+
+
+async def test_the_metadata_of_a_file_is_kept_and_no_part_of_its_identity(
+    pool: Pool, scheme: str, tmp_path: Path
+) -> None:
+    a, b = await pool.start("a", "b")
+    session = await pool.session(a, scheme)
+    one, two, out = (tmp_path / name for name in ("1.safetensors", "2.safetensors", "out"))
+    said = {"format": "np", "trained on": "überall \N{SNOWMAN}", "empty": ""}
+    safetensors_torch.save_file(tensors(), one, said)
+    safetensors_torch.save_file(tensors(), two, {"format": "pt", "step": "7"})
+    made = await session.put(one, name="m")
+    assert (await made.describe()).metadata == said
+    assert await write_file(session.artifact("m"), out, ["odd"]) and metadata_of(out) == said
+    await pool.seen()
+    elsewhere = await pool.session(b, scheme)
+    assert await write_file(elsewhere.artifact(await made.id()), out) and metadata_of(out) == said
+    assert await (await session.put(tensors())).id() == await made.id()
+    assert (await made.describe()).metadata == said, "to put the tensors alone takes nothing away"
+    await pool.seen()
+    leased_ = await elsewhere.put(tensors(), ownership=leased(60))
+    assert (await leased_.describe()).metadata == said
+    assert await (await session.put(two)).id() == await made.id()
+    assert (await made.describe()).metadata == {"format": "pt", "step": "7"}, "what was put last counts"
+    await write_file(await session.put({"w": np.zeros(3)}), out)
+    assert metadata_of(out) == {"format": "pt"}
+    await session.delete("m")
+    assert (await (await session.put(tensors())).describe()).metadata == {}, "it goes with the artifact"
+
+
+def test_the_metadata_of_several_files_is_that_in_which_they_agree(tmp_path: Path) -> None:
+    file_of(
+        tmp_path / "1.safetensors", {"__metadata__": {"format": "pt", "part": "1", "only": "x"}, "a": entry()}, b"ab"
+    )
+    file_of(tmp_path / "2.safetensors", {"__metadata__": {"format": "pt", "part": "2"}, "b": entry()}, b"cd")
+    assert read_tensors(tmp_path).metadata == {"format": "pt", "only": "x"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"b": "2.safetensors"}}))
+    assert read_tensors(tmp_path).metadata == {"format": "pt", "part": "2"}
+
+
+@pytest.mark.parametrize("given", [[], "text", {"a": 1}, {"a": None}, {"a": {"b": "c"}}, {"a": "\ud800"}])
+def test_metadata_that_is_none(given: Any, tmp_path: Path) -> None:
+    path = file_of(tmp_path / "x.safetensors", {"__metadata__": given, "a": entry()}, b"ab")
+    with pytest.raises(InvalidArgument, match=r"x.safetensors: its __metadata__ is not text by text"):
+        read_tensors(path)
+
+
+async def test_more_metadata_than_is_kept(pool: Pool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    [a] = await pool.start()
+    session = await pool.session(a)
+    for size in (METADATA_BYTES_MAX, METADATA_BYTES_MAX + 1):
+        path = file_of(tmp_path / "x.safetensors", {"__metadata__": {"k": "v" * (size - 8)}, "a": entry()}, b"ab")
+        made = await session.put(path)
+        assert bool((await made.describe()).metadata) == (size == METADATA_BYTES_MAX)
+        await made.delete()
+    assert [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING] == [
+        f"{path}: its metadata has {size} bytes, more than {METADATA_BYTES_MAX}, and is not kept"
+    ]
+    given = read_tensors(path)
+    given.metadata["k"] = "v" * size
+    with pytest.raises(InvalidArgument, match=f"{size + 8} bytes of metadata; at most {METADATA_BYTES_MAX} are kept"):
+        await session.put(given)
+    assert not a.artifacts.statistics()["uploads"]
 
 
 async def test_a_large_artifact_is_written_part_by_part(
@@ -312,3 +383,112 @@ async def test_the_address_of_a_store_is_told_apart(pool: Pool) -> None:
     await pool.start()
     with pytest.raises(ConfigError, match="is a store; give the address that `tensorcast worker`"):
         await connect(str(pool.store_address))
+
+
+# --- a path that is put is read straight to where it is to be ---
+
+
+async def test_a_put_of_a_path_tells_how_far_it_is(pool: Pool, scheme: str, tmp_path: Path) -> None:
+    [a] = await pool.start(artifact_bytes=64 << 20)
+    session = await pool.session(a, scheme)
+    wanted = random_folder(tmp_path, {"a": 5 << 20, "b": 3, "c": 4 << 20, "d": 0})
+    told: list[tuple[int, int]] = []
+    made = await session.put(tmp_path, progress=lambda *at: told.append(at))
+    size = (await made.describe()).bytes
+    assert told == sorted(told) and told[-1] == (size, size) and len(told) == 3, "once for each chunk of 4 MiB"
+    got = await made.tensor_dict(framework="raw")
+    assert {name: bytes(each.data) for name, each in got.items()} == wanted
+    again = await session.put({name: np.frombuffer(data, np.uint8) for name, data in wanted.items()})
+    assert await again.id() == await made.id()
+
+
+@pytest.mark.parametrize("change", ["shorter", "written to"])
+async def test_a_file_that_changes_while_it_is_put_is_refused(
+    change: str, pool: Pool, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [a] = await pool.start(artifact_bytes=64 << 20)
+    session = await pool.session(a, scheme)
+    random_file(path := tmp_path / "x.safetensors", {"a": 20 << 20})
+
+    def progress(done: int, size: int) -> None:
+        if change == "shorter":
+            os.truncate(path, 10 << 20)
+        else:
+            os.utime(path)
+
+    message = "tensor 'a': the file ends at byte" if change == "shorter" else "changed while it was put; put it again"
+    with pytest.raises(InvalidArgument, match=message) as refused:
+        await session.put(path, name="m", progress=progress)
+    assert str(path) in str(refused.value)
+    assert not await session.list_artifacts()
+    await until(lambda: not a.artifacts.statistics()["uploads"])
+    assert not [each.name for each in Path("/proc/self/fd").iterdir() if str(path) in os.path.realpath(each)]
+
+
+async def test_what_progress_raises_ends_a_put(pool: Pool, tmp_path: Path) -> None:
+    [a] = await pool.start(artifact_bytes=64 << 20)
+    session = await pool.session(a)
+    random_file(tmp_path / "x", {"a": 20 << 20})
+
+    def progress(done: int, size: int) -> None:
+        raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough"):
+        await session.put(tmp_path / "x", progress=progress)
+    await until(lambda: not a.artifacts.statistics()["uploads"])
+
+
+KILLED_WHILE_IT_WRITES = """
+import asyncio, os, signal, sys
+from tensorcast_connector.client.files import write_file
+from tensorcast_connector.client.session import connect
+
+async def main():
+    async with await connect(sys.argv[1]) as session:
+        await write_file(session.artifact("m"), sys.argv[2], progress=lambda *_: os.kill(os.getpid(), int(sys.argv[3])))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_reader_that_is_killed_while_it_writes_leaves_nothing(
+    pool: Pool, tmp_path: Path, number: signal.Signals
+) -> None:
+    """As by `timeout`, again and again: files without names would fill the disk."""
+    [a] = await pool.start()
+    await (await pool.session(a)).put(weights(), name="m")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "y.safetensors").write_bytes(b"what was there")
+    nameless = files._nameless(folder)
+    if nameless is None:
+        pytest.skip("this file system has no files without a name")
+    nameless.close()
+    command = [
+        sys.executable,
+        "-c",
+        KILLED_WHILE_IT_WRITES,
+        str(a.socket),
+        str(folder / "y.safetensors"),
+        str(int(number)),
+    ]
+    reader = await asyncio.create_subprocess_exec(*command, stdin=subprocess.DEVNULL)
+    assert await reader.wait() == -number
+    assert [each.name for each in folder.iterdir()] == ["y.safetensors"]
+    assert (folder / "y.safetensors").read_bytes() == b"what was there"
+
+
+async def test_a_file_system_without_nameless_files(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [a] = await pool.start()
+    session = await pool.session(a)
+    await session.put(weights(), name="m")
+    await write_file(session.artifact("m"), tmp_path / "one.safetensors")
+    monkeypatch.setattr(files, "_nameless", lambda _: None)
+    await write_file(session.artifact("m"), tmp_path / "two.safetensors")
+    one, two = [tmp_path / f"{name}.safetensors" for name in ("one", "two")]
+    assert one.read_bytes() == two.read_bytes() and one.stat().st_mode == two.stat().st_mode
+    assert not list(tmp_path.glob(".*.partial"))

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tensorcast_connector.client import plan as client_plan
 from tensorcast_connector.client.instance import InstanceLink, StepContext
 from tensorcast_connector.client.plan import CallContext, Plan, PlanHandle
 from tensorcast_connector.client.session import Session
@@ -539,6 +541,33 @@ async def test_a_key_that_can_be(host: Host, key: str) -> None:
         await one_step(session, key).run().result()
 
 
+async def test_one_key_for_two_plans_at_once_is_refused_before_anything_is_sent(host: Host) -> None:
+    [a] = await host.start()
+    gate = asyncio.Event()
+    engine = Engine(lambda *_: gate.wait())
+    await host.attach(a, engine)
+    session, context = await host.session(a), within(30, "k")
+
+    def plan(n: int) -> Plan:
+        made = session.plan(context)
+        made.on_instance("e").publish(n=n)
+        return made
+
+    handles = [plan(1).run(), plan(1).run()]
+    with pytest.raises(Conflict, match=r"'k' belongs to another plan, which this session runs just now; .* of its own"):
+        plan(2).run()
+    await until(lambda: engine.running)
+    with pytest.raises(Conflict, match="which this session runs just now"):
+        plan(2).run()
+    gate.set()
+    for handle in handles:
+        await handle.result()
+    assert engine.order == [1] and not session._link.plans
+    with pytest.raises(Conflict, match=r"belongs to another plan$"):  # which the store remembers
+        await plan(2).run().result()
+    await until(lambda: not session._link.plans)
+
+
 # --- plans that cannot run ---
 
 
@@ -830,6 +859,31 @@ async def test_without_a_store_a_plan_fails_by_its_deadline(host: Host) -> None:
     await host.found_store()
 
 
+async def test_a_key_that_another_plan_has_since_the_store_was_lost(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_plan, "WATCH_WAIT_S", 0.02)  # it has submitted it, and asks how it is doing
+    a, b = await host.start("a", "b")
+    gate = asyncio.Event()
+    engine = Engine(lambda name, _: gate.wait() if name == "publish" else None)
+    await host.attach(a, engine)
+    plan = (await host.session(a)).plan(within(30, "k"))
+    plan.on_instance("e").publish(n=0)
+    handle = plan.run()
+    await until(lambda: engine.running and handle._record)
+    await host.lose_store()
+    shutil.rmtree(host.folder / "store")
+    host.life += 1
+    await host.found_store()
+    await until(lambda: all(plane(each).view.instances.get("e") for each in (a, b)))
+    other = (await host.session(b)).plan(within(30, "k"))
+    other.on_instance("e").hydrate("x", n=1)
+    await other.run().result()
+    gate.set()
+    with pytest.raises(Conflict, match="the idempotency key 'k' belongs to another plan"):
+        await handle.result(20)
+
+
 # --- the engine's side ---
 
 
@@ -867,12 +921,17 @@ async def test_a_plan_that_is_begun_anew_has_the_time_that_is_left() -> None:
     sent: list[Any] = []
 
     class Link:
+        def __init__(self) -> None:
+            self.plans: dict[str, list[bytes]] = {}
+
         async def call(self, message: Any, *_: Any) -> PlanState:
             sent.append(message)
             if len(sent) == 2:
                 await asyncio.sleep(0.02)
                 raise NotFound("its gateway has died before it was written down")
-            record = PlanRecord(plan.spec(), "", "", 1, "", 0.0, 1, "running" if len(sent) == 1 else DONE)
+            record = PlanRecord(
+                plan.spec(), plan.spec().digest(), "", 1, "", 0.0, 1, "running" if len(sent) == 1 else DONE
+            )
             return PlanState(encode_record(record))
 
     plan = Plan(Link(), within(30, "k"))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tensorcast_connector.client import artifact as artifact_module
 from tensorcast_connector.client import session as session_module
-from tensorcast_connector.client.session import Leased, Session, _in_threads, connect, leased
+from tensorcast_connector.client.ownership import Leased, leased
+from tensorcast_connector.client.session import Session, connect
+from tensorcast_connector.client.writing import _in_threads
 from tensorcast_connector.config import READ_PART_BYTES
-from tensorcast_connector.core.artifact import CHUNK_BYTES
+from tensorcast_connector.core.artifact import CHUNK_BYTES, Header
 from tensorcast_connector.errors import (
     ConfigError,
     Exhausted,
@@ -25,6 +29,7 @@ from tensorcast_connector.errors import (
 from tensorcast_connector.wire.caller_messages import (
     EndLease,
     MapArtifact,
+    NameMove,
     OpenUpload,
     RenewLease,
     UploadOpened,
@@ -332,7 +337,9 @@ async def test_an_artifact_with_more_names_than_a_transaction_takes_is_deleted_t
     session = await pool.session(a)
     made = await session.put(weights())
     identity = await made.id()
-    await asyncio.gather(*(session.name(f"n{number}", identity) for number in range(150)))
+    for at in range(0, 150, 30):  # not one by one: each would be a write of its own, which disks take their time for
+        await session.move_names([NameMove(f"n{number}", identity, "") for number in range(at, at + 30)])
+    assert len(plane(a).view.names) == 150
     await made.delete()
     await until(lambda: used(a) == 0)
     assert not plane(a).view.names and not plane(a).view.artifacts
@@ -400,6 +407,37 @@ async def test_a_readers_writes_are_its_own(pool: Pool, scheme: str) -> None:
         session.artifact(await made.id()),
     ):
         assert equal(await other.tensor_dict(), weights())
+
+
+async def test_a_torch_tensor_has_a_storage_of_its_own(pool: Pool) -> None:
+    """Who saves one of them saves its bytes only, and libraries do not take them for views of each other."""
+    [a] = await pool.start()
+    session = await pool.session(a, "unix")
+    made = await session.put(weights())
+    for tensor in (await made.tensor_dict(framework="torch")).values():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.storage_offset() == 0
+
+
+async def test_many_handles_of_an_artifact_decode_its_header_once(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    [a] = await pool.start()
+    session = await pool.session(a, "unix")
+    decoded: list[int] = []
+    decode = artifact_module.decode_header
+
+    def noted(encoded: bytes) -> Header:
+        decoded.append(len(encoded))
+        return decode(encoded)
+
+    monkeypatch.setattr(artifact_module, "decode_header", noted)
+    given = {f"once.{number}": np.full(3, number) for number in range(5)}
+    await session.put(given, name="n")
+    for _ in range(3):
+        assert equal(await session.artifact("n").tensor_dict(), given)
+    assert len(decoded) == 1
+    monkeypatch.setattr(artifact_module, "HEADER_KEPT_BYTES_MAX", 10)  # a large one is not kept
+    for _ in range(2):
+        assert equal(await session.artifact("n").tensor_dict(), given)
+    assert len(decoded) == 3
 
 
 async def test_what_was_read_outlives_everything(pool: Pool, scheme: str) -> None:
@@ -548,14 +586,14 @@ async def test_puts_and_reads_do_not_share_their_fate(pool: Pool, monkeypatch: p
         patch.setattr(a.artifacts, "resident", slow)
         reading = asyncio.create_task(session.artifact("n").tensor_dict())
         await asked.wait()
-        write = session_module._write
+        write = session_module.write_image
 
         async def write_and_cancel(*given: Any) -> bytes:
             reading.cancel()
             await asyncio.wait([reading])
             return await write(*given)
 
-        patch.setattr(session_module, "_write", write_and_cancel)
+        patch.setattr(session_module, "write_image", write_and_cancel)
         made = await asyncio.wait_for(session.put(weights(2)), 5.0)
         assert reading.cancelled()
         go.set()
@@ -634,7 +672,7 @@ async def test_a_lease_is_renewed_as_long_as_its_owner_lives(pool: Pool) -> None
     [a] = await pool.start()
     session = await pool.session(a)
     await session.put(weights(), name="mine", ownership=leased(2))
-    [lease_id] = session._leases.values()
+    [lease_id] = session._leases._shared.values()
     kv = pool.kv
     assert kv is not None
     for _ in range(3):
@@ -651,14 +689,14 @@ async def test_a_lease_that_has_run_out_is_told_and_another_one_is_taken(
     [a] = await pool.start()
     session = await pool.session(a)
     await session.put(weights(1), name="mine", ownership=leased(1))
-    [lease_id] = session._leases.values()
+    [lease_id] = session._leases._shared.values()
     assert pool.kv is not None
     await pool.kv.lease_revoke(lease_id)
     await until(lambda: used(a) == 0)
-    await until(lambda: not session._leases)
+    await until(lambda: not session._leases._shared)
     assert f"what was put with leased(1) is gone: lease {lease_id} has ended" in caplog.text
     await session.put(weights(2), name="mine", ownership=leased(1))
-    assert lease_id not in session._leases.values() and (await session.list_artifacts())[0].lease_id
+    assert lease_id not in session._leases._shared.values() and (await session.list_artifacts())[0].lease_id
 
 
 async def test_puts_at_once_share_one_lease(pool: Pool) -> None:
@@ -712,7 +750,7 @@ async def test_the_lease_of_another_tenant_or_of_a_worker_is_nobodys(pool: Pool)
     [a] = await pool.start()
     one, other = await pool.session(a), await pool.session(a, tenant="other")
     await one.put(weights(), ownership=leased(30))
-    [lease_id] = one._leases.values()
+    [lease_id] = one._leases._shared.values()
     for number in (lease_id, plane(a).member.lease_id, 0, -1, 1 << 62):
         for message in (EndLease(number), RenewLease(number)):
             with pytest.raises(NotFound, match="has ended"):
@@ -826,6 +864,10 @@ async def test_the_store_is_away(pool: Pool, scheme: str) -> None:
         with pytest.raises(Unavailable) as error:
             await attempt()
         assert str(pool.store_address) in str(error.value), error.value
+        assert re.match(
+            r"the store cannot be reached for \d+ s \(.*\); what is there can be read meanwhile", str(error.value)
+        )
+        assert str(error.value).count("the store cannot be reached") == 1
     assert not a.artifacts._uploads
     await pool.found_store()
     await until(lambda: used(a) == before)  # what the store has no record of goes once it has said so

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import xxhash
@@ -30,7 +31,7 @@ def noise(shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
 
 
 def of_numpy(shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
-    kind = np.dtype(dtype if dtype in NUMPY_DTYPES else getattr(pytest.importorskip("ml_dtypes"), dtype))
+    kind = np.dtype(dtype if dtype in NUMPY_DTYPES else getattr(ml_dtypes, dtype))
     return noise(shape, dtype).view(kind).reshape(shape)
 
 

@@ -23,6 +23,7 @@ from tensorcast_connector.core.artifact import (
     Part,
     TensorSpec,
     artifact_id,
+    check_fits,
     chunk_count,
     decode_header,
     encode_header,
@@ -264,3 +265,21 @@ def test_a_header_that_is_too_much_is_refused_before_it_is_decoded() -> None:
         decode_header(encoded)
     with pytest.raises(ProtocolError, match="one artifact has at most"):
         decode_header(bytes(ARTIFACT_HEADER_BYTES_MAX + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ([(f"t{number}", "uint8", ()) for number in range(100_001)], "100001 tensors; one artifact has at most 100000"),
+        ([(f"{number:04}" + "\u20ac" * 1020, "uint8", ()) for number in range(1400)], "1400 tensors of .* take 43"),
+        ([("t", "uint8", (1 << 40,))], "1 tensors of 1099511627776 bytes, whose names, shapes and digests take 41943"),
+    ],
+    ids=["tensors", "names", "bytes"],
+)
+def test_what_is_more_than_one_artifact_has_is_told_before_anything_is_copied(
+    tensors: list[tuple[str, str, tuple[int, ...]]], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        check_fits(*layout(tensors))
+    check_fits(*layout(tensors[: len(tensors) // 2]))

@@ -180,6 +180,14 @@ def test_the_deadline_names_what_had_not_ended(begun: Run) -> None:
     assert (ended.state, ended.error) == (FAILED, DeadlineExceeded.code) and "step 0 (publish on e)" in ended.message
 
 
+def test_the_deadline_says_why_a_step_was_tried_again(begun: Run) -> None:
+    begun.tell(Failed(0, 1, Unavailable("e is away")))
+    begun.tell(Tick(), begun.execution.wake_at())
+    assert any(isinstance(each, Dispatch) and each.attempt == 2 for each in begun.wanted)
+    begun.tell(Tick(), DEADLINE)
+    assert begun.write().message.endswith("had ended; tried again because: e is away")
+
+
 def test_it_is_not_woken_for_a_deadline_that_has_passed(begun: Run) -> None:
     """It was, again and again, while the store was away."""
     begun.tell(Tick(), DEADLINE)

@@ -76,6 +76,7 @@ class Store:
         self.revision = 10
         self.leases: set[int] = set()
         self.granted = 0
+        self.own = 99  # the lease of the gateway
         self.asked: list[Any] = []
 
     def answer(self, message: Any) -> Any:
@@ -114,6 +115,8 @@ class Store:
         """The database is another one."""
         self.rows.clear()
         self.leases.clear()
+        self.own += 1
+        self.leases.add(self.own)
         self.revision = 3
 
 
@@ -125,8 +128,9 @@ class Gateway:
         self.now = 0.0
         self.wall = WALL
         self.jitter = 0.5
-        self.core = GatewayPlans(ME, self.view, lambda: self.jitter, adopts)
         self.store = Store()
+        self.store.leases.add(self.store.own)
+        self.core = GatewayPlans(ME, self.view, lambda: self.jitter, lambda: self.store.own, adopts)
         self.store_error: TensorcastError | None = None
         self.steps: list[Ask] = []
         self.others: list[Ask] = []
@@ -603,3 +607,38 @@ def test_no_plan() -> None:
         decode_plan(b"x" * PLAN_BYTES_MAX)
     with pytest.raises(InvalidArgument, match="no such operation"):
         decode_plan(msgspec.msgpack.encode(PlanSpec((StepSpec("jump", "e"),))))
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_first_record_is_not_made_late_after_its_gateway_has_gone(gone: bool) -> None:
+    """Others have said that there is no such plan: it does not run then."""
+    gateway = Gateway()
+    gateway.meet(ME, "b/1")
+    answer, taken = gateway.store.answer, []
+
+    def takes(message: Any) -> Any:
+        if not isinstance(message, WriteRecords):
+            return answer(message)
+        taken.append(message)
+        return DeadlineExceeded("no answer")
+
+    gateway.store.answer = takes  # type: ignore[method-assign]
+    gateway.submit()
+    assert len(taken) == 1 and not gateway.steps
+    if gone:
+        gateway.store.leases.discard(gateway.store.own)
+    late = answer(taken[0])
+    assert isinstance(late, NotFound) == gone
+    assert (plan_key(KEY) in gateway.store.rows) != gone
+
+
+def test_a_gateway_without_a_lease_begins_no_plan_until_it_has_one() -> None:
+    gateway = Gateway()
+    gateway.meet(ME, "b/1")
+    mine, gateway.store.own = gateway.store.own, 0
+    gateway.submit()
+    gateway.pass_time(1)
+    assert not gateway.store.rows and not gateway.steps
+    gateway.store.own = mine
+    gateway.pass_time(3)
+    assert gateway.store.record().owner == ME and len(gateway.steps) == 1

@@ -196,3 +196,23 @@ def test_pins_that_have_run_out_take_no_memory() -> None:
         residence.pin("a", f"p{each}", each)
     residence.prune(7)
     assert set(residence._resident["a"].pins) == {"p8", "p9"}
+
+
+def test_a_tenant_has_its_share_and_no_more() -> None:
+    residence = Residence(100, tenant_bytes_max=50)
+    residence.reserve("u1", 30, 0, "a")
+    assert residence.commit("u1", "kept", keeper=True)
+    residence.reserve("u2", 20, 0, "a")
+    assert residence.commit("u2", "copy", keeper=False)
+    residence.reserve("u3", 30, 0, "b")
+    assert residence.commit("u3", "others", keeper=False)
+    assert residence.reserve("u4", 20, 0, "a") == ["copy"], "its own goes, and nobody else's"
+    with pytest.raises(
+        Exhausted, match=r"21 bytes .* of tenant 'a' do not fit: it has 50 of the 50 .*--tenant-bytes-max"
+    ):
+        residence.reserve("u5", 21, 0, "a")
+    residence.check()
+    residence.release("u4")
+    residence.forget("kept")
+    assert residence.reserve("u6", 50, 0, "a") == []
+    residence.check()

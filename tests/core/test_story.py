@@ -5,7 +5,7 @@ from typing import overload
 
 import pytest
 
-from tensorcast_connector.config import STORY_LINES_MAX
+from tensorcast_connector.config import STORY_CAUSE_CHARS_MAX, STORY_LINES_MAX
 from tensorcast_connector.core.story import Stories, nothing_found, ranges
 from tensorcast_connector.types import page_key
 
@@ -69,6 +69,39 @@ def test_what_is_said_of_nothing(text: str, why: str) -> None:
     said = nothing_found(text)
     assert said.startswith(f"nothing recorded about {text!r}: {why}. Other things") and "\n" not in said
     assert "a hold or a worker, 'shard 12', the name of an event" in said
+
+
+ONE, TWO = "0123456789abcdef" * 2, "0123" + "f" * 28
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (ONE, [1, 2, 3, 6, 8]), (ONE[:6], [1, 2, 3, 6, 8]), (ONE[:4], [1, 2, 3, 4, 5, 6, 7, 8]), ("policy:v1", [1, 2, 3, 6, 8]),
+        ("policy:v2", [4, 5, 7]), ("m", [6]), ("step done", [6, 7]), ("move-18", [10]),
+        ("012", [1, 2, 3, 4, 5, 6, 7, 8]), ("move-17", [6, 7, 9]), ("t/move-17", [6, 7, 9]), ("t", [6, 7, 9, 10]),
+        ("policy", []), ("1234", []), ("policy:v", []), ("17", []),
+    ],
+)  # fmt: skip
+def test_the_story_of_an_artifact_and_of_a_plan(text: str, found: list[int]) -> None:
+    stories = Stories()
+    stories.record(1, "artifact recorded", ONE, cause="5 bytes")
+    stories.record(2, "name given", ONE, names=["policy:v1"])
+    stories.record(3, "copy", ONE, cause="at a/1")
+    stories.record(4, "name given", TWO, names=["policy:v2"])
+    stories.record(5, "copy", TWO, cause="at b/1")
+    stories.record(6, "step done", "t/move-17", names=["move-17", "m", ONE])
+    stories.record(7, "step done", "t/move-17", names=["move-17", TWO])
+    stories.record(8, "artifact deleted", ONE)
+    stories.record(9, "plan ended", "t/move-17", names=["move-17"])
+    stories.record(10, "plan run", "t/move-18", names=["move-18"])
+    assert [int(line.split(".")[0]) for line in stories.lines(text)] == found
+
+
+def test_a_long_cause_is_cut() -> None:
+    stories = Stories()
+    stories.record(1, "plan ended", "t/k", cause="x" * 10_000)
+    assert stories.lines("t/k") == [f"1.000000  plan ended t/k, {'x' * STORY_CAUSE_CHARS_MAX}"]
 
 
 def test_everything_and_with_wall_time(stories: Stories) -> None:

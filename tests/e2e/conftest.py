@@ -1,4 +1,4 @@
-"""Real engines on this machine's CPUs, started once for all tests that ask for them."""
+"""Real engines on this machine's CPUs, and the pool they attach to: a module of tests starts its own, since it may kill them."""
 
 import uuid
 from collections.abc import Callable, Iterator
@@ -10,6 +10,8 @@ from demo import engine, model, pool
 from demo.engine import Engine, EngineOptions
 from demo.pool import Started
 from demo.processes import ROOT, Running, Supervisor, run_id
+
+from tests.e2e.probe import patient
 
 # vLLM's own routes for tests: /reset_prefix_cache.
 RESETTABLE = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -26,10 +28,10 @@ class System:
     plain: Engine
 
 
-@pytest.fixture(scope="session")
-def supervisor() -> Iterator[Supervisor]:
-    """Owns the programs that live as long as the tests; their logs are in its folder."""
-    with Supervisor(ROOT / ".out" / f"tests-{run_id()}") as made:
+@pytest.fixture(scope="module")
+def supervisor(request: pytest.FixtureRequest) -> Iterator[Supervisor]:
+    """Owns the programs of a module's tests, which may kill them; their logs are in its folder."""
+    with Supervisor(ROOT / ".out" / f"{request.module.__name__.rpartition('.')[2]}-{run_id()}") as made:
         yield made
 
 
@@ -51,23 +53,23 @@ def other_tiny() -> Path:
     return model.make("tiny", seed=1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def store(supervisor: Supervisor) -> Started:
-    """The store of all tests."""
+    """The store of a module's tests."""
     return pool.store(supervisor)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def workers(supervisor: Supervisor, store: Started) -> tuple[Started, Started]:
     """Two workers of that store, each with its own arena and socket."""
     first, second = (pool.worker(supervisor, store["store"], f"worker-{name}") for name in "ab")
     return first, second
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def system(supervisor: Supervisor, small: Path, store: Started, workers: tuple[Started, Started]) -> System:
     """Everything, its engines started side by side: that takes a minute, one after the other would take two."""
-    transfers = (*(pool.connector(worker["worker"]) for worker in workers), None)
+    transfers = (*(patient(worker["worker"]) for worker in workers), None)
     a, b, plain = (
         engine.start(
             supervisor, name, EngineOptions(small, kv_transfer=transfer, cpus=engine.cpus_of(index, 2), env=RESETTABLE)

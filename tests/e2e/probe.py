@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from demo import pool
 from demo.compare import MARGIN, Api, Comparison, Reference, check, compare, refer, save
 from demo.engine import Engine
 from demo.pool import Started
@@ -64,6 +65,11 @@ def api(engine: Engine, salt: str, **body: Any) -> Api:
 
 
 OUT_OF_POOL = {"kv_transfer_params": {"tensorcast.skip_load": True, "tensorcast.skip_save": True}}
+
+
+def patient(worker_address: str) -> dict[str, Any]:
+    """A connector whose lookups may take long: what is found is asserted, and a busy machine is later than half a second."""
+    return pool.connector(worker_address, lookup_deadline_s=10.0)
 
 
 def referred(plain: Engine, prompts: Sequence[Sequence[int]], salt: str, positions: int = 8) -> list[Reference]:

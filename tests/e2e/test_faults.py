@@ -15,7 +15,20 @@ from demo.pool import Started
 from demo.processes import Supervisor
 
 from tests.e2e.conftest import RESETTABLE
-from tests.e2e.probe import api, checked, follow, idle, post, referred, saved, seconds, statistics, tokens, until
+from tests.e2e.probe import (
+    api,
+    checked,
+    follow,
+    idle,
+    patient,
+    post,
+    referred,
+    saved,
+    seconds,
+    statistics,
+    tokens,
+    until,
+)
 
 pytestmark = pytest.mark.engine
 Start = Callable[[str, EngineOptions], Engine]
@@ -27,7 +40,7 @@ def test_an_engine_whose_worker_comes_late_serves_without_it_and_joins_by_itself
     folder = Path(tempfile.mkdtemp(prefix="tensorcast-"))
     supervisor.cleanup(folder)
     address = f"unix:{folder}/worker.sock"
-    made = start_engine("late-worker", EngineOptions(tiny, kv_transfer=pool.connector(address), env=RESETTABLE))
+    made = start_engine("late-worker", EngineOptions(tiny, kv_transfer=patient(address), env=RESETTABLE))
     made.wait()
     prompt = tokens(11, 1500)
     seconds(made, prompt, salt)
@@ -81,7 +94,7 @@ def test_preempted_requests_save_and_load_the_right_pages(
     plain = start_engine("preempt-plain", EngineOptions(tiny))
     few = ("--num-gpu-blocks-override", "40", "--max-model-len", "4096")
     tight = start_engine(
-        "preempt", EngineOptions(tiny, kv_transfer=pool.connector(workers[0]["worker"]), args=few, env=RESETTABLE)
+        "preempt", EngineOptions(tiny, kv_transfer=patient(workers[0]["worker"]), args=few, env=RESETTABLE)
     )
     plain.wait(), tight.wait()
     prompts = [tokens(20 + each, 1100) for each in range(4)]
@@ -113,7 +126,7 @@ def test_preempted_requests_save_and_load_the_right_pages(
 def test_two_ranks_save_and_load_their_own_halves(
     workers: tuple[Started, Started], tiny: Path, start_engine: Start, salt: str
 ) -> None:
-    transfer = pool.connector(workers[0]["worker"])
+    transfer = patient(workers[0]["worker"])
     both = EngineOptions(tiny, kv_transfer=transfer, tensor_parallel=2, cpus="0|1", env=RESETTABLE)
     pair = start_engine("tp2", both)
     pair.wait()
@@ -136,7 +149,7 @@ def test_two_ranks_save_and_load_their_own_halves(
 def test_a_reset_of_the_connectors_cache_ends_reuse_and_leaves_the_pages_of_others(
     workers: tuple[Started, Started], tiny: Path, start_engine: Start, salt: str
 ) -> None:
-    transfer = pool.connector(workers[0]["worker"])
+    transfer = patient(workers[0]["worker"])
     made = start_engine("reset", EngineOptions(tiny, kv_transfer=transfer, env=RESETTABLE))
     made.wait()
     prompt = tokens(41, 1500)

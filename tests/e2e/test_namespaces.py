@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from demo import engine, pool
+from demo import engine
 from demo.engine import Engine, EngineOptions
 from demo.pool import Started
 
-from tests.e2e.probe import saved, statistics, tokens, until
+from tests.e2e.probe import patient, saved, statistics, tokens, until
 
 pytestmark = pytest.mark.engine
 PROMPT = 2000
@@ -21,7 +21,7 @@ def test_only_the_same_model_dtype_and_block_size_share_pages(
     start_engine: Callable[[str, EngineOptions], Engine],
     salt: str,
 ) -> None:
-    transfer = pool.connector(workers[0]["worker"])
+    transfer = patient(workers[0]["worker"])
     blue = {**transfer, "kv_connector_extra_config": {"worker": workers[0]["worker"], "tenant": "blue"}}
     several = {
         "kv_connector": "MultiConnector",

@@ -1,4 +1,4 @@
-"""Wrong options of the connector stop `vllm serve` with one clear line before it serves."""
+"""Wrong options of the connector and of the loader stop `vllm serve` with one clear line before it serves."""
 
 import json
 import subprocess
@@ -29,4 +29,14 @@ def test_one_line_and_a_status(case: str, tiny: Path) -> None:
     assert ended.returncode != 0
     ours = [each for each in (ended.stdout + ended.stderr).splitlines() if each.startswith("tensorcast:")]
     assert len(ours) == 1 and words in ours[0], ended.stderr[-2000:]
+    assert "Traceback" not in ended.stdout + ended.stderr
+
+
+def test_wrong_options_of_the_loader_too(tiny: Path) -> None:
+    line = [program("vllm"), "serve", str(tiny), "--port", "0", "--load-format", "tensorcast"]
+    line += ["--model-loader-extra-config", '{"wrker": "unix:/w"}']
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    assert ended.returncode != 0
+    ours = [each for each in (ended.stdout + ended.stderr).splitlines() if each.startswith("tensorcast:")]
+    assert len(ours) == 1 and "did you mean 'worker'" in ours[0], ended.stderr[-2000:]
     assert "Traceback" not in ended.stdout + ended.stderr

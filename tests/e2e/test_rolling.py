@@ -14,7 +14,7 @@ from demo.compare import CANDIDATES, Api, Comparison, Reference, client
 from demo.engine import EngineOptions
 from demo.processes import ROOT, DemoError, Running, Supervisor, run_id
 
-from tests.e2e.probe import follow, referred, statistics, tokens, until
+from tests.e2e.probe import follow, patient, referred, statistics, tokens, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 PROMPTS = 4
@@ -103,7 +103,7 @@ def test_everything_is_restarted_under_traffic(supervisor: Supervisor, tiny: Pat
     workers = [pool.worker(supervisor, store["store"], f"rolling-{name}", "256MiB") for name in "ab"]
     # Told to stop, vLLM finishes what it is computing only if it is given the time.
     drain = ("--shutdown-timeout", "30")
-    options = [EngineOptions(tiny, kv_transfer=pool.connector(each["worker"]), args=drain) for each in workers]
+    options = [EngineOptions(tiny, kv_transfer=patient(each["worker"]), args=drain) for each in workers]
     engines = [engine.start(supervisor, f"rolling-engine-{at}", each) for at, each in enumerate(options)]
     plain = engine.start(supervisor, "rolling-plain", EngineOptions(tiny))
     for each in (*engines, plain):

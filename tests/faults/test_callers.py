@@ -30,7 +30,8 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 OWNER = """
 import asyncio, sys
 import numpy as np
-from tensorcast_connector.client.session import connect, leased
+from tensorcast_connector.client.ownership import leased
+from tensorcast_connector.client.session import connect
 
 async def main():
     session = await connect(sys.argv[1])

@@ -12,7 +12,7 @@ def _openssl(folder: Path, *arguments: str) -> None:
 
 
 def make_authorities(folder: Path) -> None:
-    """Two authorities, and a certificate of each: a.pem, b.pem with keys a.key, b.key."""
+    """Two authorities, and a certificate of each: a.pem, b.pem with keys a.key, b.key. old.pem, of the first, has expired."""
     for name in ("a", "b"):
         _openssl(folder, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
                 "-subj", f"/CN=authority {name}", "-keyout", f"ca-{name}.key", "-out", f"ca-{name}.pem")  # fmt: skip
@@ -20,6 +20,10 @@ def make_authorities(folder: Path) -> None:
                 "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
         _openssl(folder, "x509", "-req", "-in", f"{name}.csr", "-CA", f"ca-{name}.pem", "-CAkey", f"ca-{name}.key",
                 "-CAcreateserial", "-days", "2", "-out", f"{name}.pem")  # fmt: skip
+    _openssl(folder, "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=old",
+            "-keyout", "old.key", "-out", "old.csr")  # fmt: skip
+    _openssl(folder, "x509", "-req", "-in", "old.csr", "-CA", "ca-a.pem", "-CAkey", "ca-a.key", "-CAcreateserial",
+            "-days", "-1", "-out", "old.pem")  # fmt: skip
     _openssl(folder, "ec", "-in", "a.key", "-aes256", "-passout", "pass:secret", "-out", "locked.key")
 
 

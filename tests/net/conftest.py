@@ -34,6 +34,7 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Any]:
         "test_descriptors.py",
         "test_deliver.py",
         "test_access.py",
+        "test_tls_mistakes.py",
     ):
         loops["uvloop"] = new_uvloop
     return loops

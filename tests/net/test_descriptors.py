@@ -4,19 +4,21 @@ import asyncio
 import mmap
 import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from tensorcast_connector.config import WorkerConfig
 from tensorcast_connector.errors import ProtocolError, Unavailable
 from tensorcast_connector.net import descriptors
 from tensorcast_connector.net.descriptors import receive_arena
 from tensorcast_connector.net.rpc import accept, receive_frame
 from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.net.transport import Stream
+from tensorcast_connector.settings import WorkerConfig
 from tensorcast_connector.types import Address
 from tensorcast_connector.wire.codec import (
     encode,
@@ -56,6 +58,48 @@ async def test_many_at_once(worker: Worker) -> None:
     got = await asyncio.gather(*(receive_arena(worker.socket.path, str(n)) for n in range(20)))
     for descriptor, _ in got:
         os.close(descriptor)
+
+
+WITHOUT_DESCRIPTORS = """
+import asyncio, contextlib, os, resource, sys
+from tensorcast_connector.errors import Exhausted
+from tensorcast_connector.net.descriptors import DescriptorChannel
+from tensorcast_connector.wire.messages import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, ArenaInfo, Hello, MapArena
+
+async def main():
+    channel = DescriptorChannel(sys.argv[1], Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION, "engine", "me"))
+
+    async def ask():
+        os.close((await channel.call(MapArena(), ArenaInfo, 5))[0])
+
+    await ask()
+    taken = [os.dup(0)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.dup(0))
+    try:
+        await ask()
+    except Exhausted as error:
+        print(error)
+    for each in taken:
+        os.close(each)
+    await ask()
+    print("and now it is passed")
+    channel.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+async def test_a_process_without_descriptors_is_told_so(worker: Worker) -> None:
+    """And not that its worker is none; it goes on once there are some again."""
+    command = [sys.executable, "-c", WITHOUT_DESCRIPTORS, worker.socket.path]
+    caller = await asyncio.create_subprocess_exec(*command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    said, _ = await caller.communicate()
+    first, second = said.decode().splitlines()
+    assert first.startswith("no file descriptor is left for the memory of unix:") and second == "and now it is passed"
 
 
 async def test_nobody_there(tmp_path: Path) -> None:
@@ -111,6 +155,8 @@ async def talks_http(stream: Stream) -> None:
 async def test_whoever_is_there_is_no_worker(
     tmp_path: Path, serve: Callable[[Stream], Awaitable[None]], kind: type[Exception], why: str
 ) -> None:
+    first = await asyncio.get_running_loop().create_unix_server(asyncio.Protocol, str(tmp_path / "first"))
+    first.close()  # uvloop opens a spare descriptor with the first stream of a loop, and keeps it
     listener = await SocketNetwork().listen(Address("unix", path=str(tmp_path / "s")), serve)
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     with pytest.raises(kind, match=why):

@@ -10,7 +10,6 @@ import pytest
 
 from tensorcast_connector.errors import (
     DeadlineExceeded,
-    Exhausted,
     NotFound,
     ProtocolError,
     TensorcastError,
@@ -182,19 +181,6 @@ async def test_cancelled_and_broken_in_the_same_moment(pair: Pair) -> None:
         await asyncio.sleep(0)
     call.cancel()  # its future has failed already; nobody will read that
     assert isinstance((await asyncio.gather(call, return_exceptions=True))[0], asyncio.CancelledError | Unavailable)
-
-
-async def test_too_many_requests_in_flight(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "REQUESTS_IN_FLIGHT_MAX", 2)
-    client = await pair.connected()
-    calls = [asyncio.create_task(client.call(lookup("x"), LookupResult, T)) for _ in range(2)]
-    await until(lambda: len(pair.service.started) == 2)
-    with pytest.raises(Exhausted, match="more than 2 requests in flight"):
-        await client.call(lookup("y"), LookupResult, T)
-    pair.service.open("x")
-    assert len(await asyncio.gather(*calls)) == 2
-    pair.service.open("y")
-    assert await client.call(lookup("y"), LookupResult, T) == LookupResult(1, 0)
 
 
 async def test_the_callers_mistake_arrives_as_its_class(pair: Pair) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from typing import Any
 
 import pytest
@@ -34,6 +35,29 @@ async def test_a_busy_server_that_answers_pings_is_not_given_up(pair: Pair, monk
     with pytest.raises(DeadlineExceeded):
         await client.call(lookup("slow"), LookupResult, 0.5)
     assert client.connected
+
+
+@pytest.mark.slow
+async def test_a_client_that_stood_still_does_not_take_the_server_for_silent(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands still for longer than silence may last, between two pings, and the answers take their time."""
+    monkeypatch.setattr(rpc_client, "PING_INTERVAL_S", 0.1)
+    monkeypatch.setattr(rpc_client, "SILENCE_MAX_S", 0.3)
+    client = await pair.connected()
+    stream, loop = client._stream, asyncio.get_running_loop()
+    assert stream is not None
+    write = type(stream).write
+    monkeypatch.setattr(
+        type(stream), "write",
+        lambda self, data: loop.call_later(0.05, write, self, data) if self is stream else write(self, data),
+    )  # fmt: skip
+    for _ in range(3):
+        heard_s = client._heard_s
+        await until(lambda before=heard_s: client._heard_s > before)
+        time.sleep(0.5)  # noqa: ASYNC251 - all that is on this loop stands still
+        await asyncio.sleep(0.15)
+        assert client.connected and client._stream is stream, "it was not given up"
 
 
 async def test_reconnects_after_the_server_restarted(pair: Pair) -> None:
@@ -120,6 +144,20 @@ async def test_what_must_happen_first_may_call_and_may_fail(pair: Pair) -> None:
         client = await pair.connected(on_connected=first)
     assert attempts == [False, False]
     assert await client.call(GetStatistics(), Statistics, T) == Statistics({})
+
+
+async def test_a_connection_that_ends_while_its_beginning_is_done_is_told_to_have_ended(pair: Pair) -> None:
+    told: list[str] = []
+
+    async def first(client: RpcClient) -> None:
+        told.append("there")
+        if len(told) == 1:
+            pair.service.streams[-1].close()
+            with pytest.raises(Unavailable):
+                await client.call(GetStatistics(), Statistics, T)
+
+    await pair.connected(on_connected=first, on_disconnected=lambda _: told.append("gone"))
+    assert told == ["there", "gone", "there"]
 
 
 async def test_a_server_that_never_answers_hello(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,18 +4,19 @@ import asyncio
 import contextlib
 import io
 import json
-import socket
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-import uvicorn
 from multidict import CIMultiDictProxy
 
 from smetric_router.config import RouterConfig
 from smetric_router.server.app import RouterApp
+from smetric_router.server.place import Place, listen
 from smetric_router.server.serve import Server
 
 from .fake_engine import FakeEngine
@@ -93,41 +94,58 @@ async def engines() -> AsyncIterator[Callable[..., Awaitable[list[FakeEngine]]]]
 
 @pytest.fixture
 async def route() -> AsyncIterator[Callable[..., Awaitable[Router]]]:
-    """Starts routers; all are stopped at the end, and none may have leaked a request."""
+    """Starts routers; all are stopped at the end, and none may have leaked a request or a byte of one."""
     async with contextlib.AsyncExitStack() as stack:
         routers: list[Router] = []
 
-        async def start(*engines: FakeEngine | str, **options: Any) -> Router:
+        async def start(*engines: FakeEngine | str, place: Place | None = None, **options: Any) -> Router:
             urls = tuple(engine if isinstance(engine, str) else engine.url for engine in engines)
             options = {"health_interval_s": 0.2, "health_recheck_s": 0.05, "drain_timeout_s": 5} | options
-            router = await stack.enter_async_context(_running(RouterConfig(engines=urls, **options)))
+            router = await stack.enter_async_context(running(RouterConfig(engines=urls, **options), place))
             routers.append(router)
             return router
 
         yield start
         for router in routers:
-            await until(lambda router=router: router.inflight() == 0)
+            await until(lambda router=router: router.inflight() == 0 and router.app._held.count == 0)
             router.state.check()
 
 
+def self_signed(folder: Path, name: str, address: str) -> tuple[str, str]:
+    """A certificate and its key."""
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -keyout key.pem -out cert.pem"
+    )
+    options = ["-subj", f"/CN={name}", "-addext", f"subjectAltName=IP:{address}"]
+    subprocess.run([*command.split(), *options], cwd=folder, check=True, capture_output=True)
+    return str(folder / "cert.pem"), str(folder / "key.pem")
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Of 127.0.0.1, signed by itself; and its key."""
+    return self_signed(tmp_path_factory.mktemp("tls"), "localhost", "127.0.0.1")
+
+
+@pytest.fixture(scope="session")
+def other_certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Of another host."""
+    return self_signed(tmp_path_factory.mktemp("tls"), "other", "192.0.2.1")
+
+
 @contextlib.asynccontextmanager
-async def _running(config: RouterConfig) -> AsyncIterator[Router]:
-    app = RouterApp(config)
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    options = uvicorn.Config(
-        app, http="httptools", ws="none", lifespan="on", log_config=None, server_header=False, date_header=False,
-        timeout_graceful_shutdown=2,
-    )  # fmt: skip
-    server = Server(options, url, None)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    await until(lambda: server.started or task.done())
+async def running(config: RouterConfig, place: Place | None = None) -> AsyncIterator[Router]:
+    """A router until the end of the block."""
+    app = RouterApp(config, place=place)
+    listener = listen("127.0.0.1", 0)
+    server = Server(app, listener)
+    task = asyncio.create_task(server.serve())
+    await until(lambda: server.started.is_set() or task.done())
     client = aiohttp.ClientSession(auto_decompress=False)
     try:
-        yield Router(app, url, client)
+        yield Router(app, server.url, client)
     finally:
         await client.close()
-        server.should_exit = True
+        server.stop()
         await task
         listener.close()

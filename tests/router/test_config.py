@@ -1,6 +1,7 @@
 """Configuration from files, settings and options."""
 
 import dataclasses
+import re
 import tomllib
 from pathlib import Path
 
@@ -25,11 +26,18 @@ def test_the_example_shows_every_key_with_its_default() -> None:
     text = EXAMPLE.read_text()
     for field in dataclasses.fields(RouterConfig):
         assert f"\n{field.name} = " in text or f"\n# {field.name} = " in text or f"[{field.name}." in text, field.name
-    shown = "\n".join(line.removeprefix("# ") if " = " in line else line for line in text.splitlines())
-    everything = tomllib.loads(shown)
+    everything = tomllib.loads(re.sub(r"(?m)^# (?=\w+ = )", "", text))  # examples in comments stand farther in
     for name, value in everything.items():
         if name not in ("engines", "policies"):
-            assert value == getattr(RouterConfig(), name), name
+            shown_value = tuple(value) if isinstance(value, list) else value
+            assert shown_value == getattr(RouterConfig(), name), name
+
+
+def test_the_example_shows_every_parameter_of_every_policy() -> None:
+    shown = load_config(EXAMPLE).policies
+    for name, policy in build_policies({}).items():
+        parameters = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}  # type: ignore[arg-type]
+        assert shown.get(name, {}) == parameters, name
 
 
 def test_the_later_source_wins(tmp_path: Path) -> None:
@@ -63,17 +71,27 @@ def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("port = 70000", "port = 70000 is not between 0 and 65535"),
         ("log_format = 'xml'", "log_format = 'xml' is not one of logfmt, json"),
         ("port = = 1", "r.toml is not valid TOML"),
+        ("report_interval_s = 20", "report_stale_s = 10 is less than report_interval_s = 20"),
         ("engines = 'http://a:1'", "r.toml: Expected `array`"),
         ("engines = ['127.0.0.1:1']", "'127.0.0.1:1' is not a URL like http"),
         ("engines = ['http://a:99999']", "is not a URL"),
         ("engines = ['http://a:1/v1/']", "ends with /v1"),
         ("engines = ['http://a:1?x=1']", "query"),
+        ("engines = ['http://a:0']", "'http://a:0' has the port 0"),
+        ("engines = ['http://[::1']", "is not a URL: Invalid IPv6 URL"),
+        ("engines = ['http://ü..x:1']", "has no host name"),
+        ("engines = ['http://" + "ü" * 70 + ":1']", "has no host name"),
         ("engines = ['http://a:1', 'http://a:1/']", "http://a:1 is listed twice"),
         ("engines = ['http://a:80', 'HTTP://A']", "HTTP://A is listed twice"),
         ("engines = ['http://me:secret@a:1']", "the URL for a has credentials"),
         ("engines = [' http://a:1']", "space or a control character"),
         ('engines = ["http://a:1\\n"]', "space or a control character"),
         ('engines = ["http://a:1/x\\u0000y"]', "space or a control character"),
+        ("tls_cert = 'a.pem'", "tls_cert and tls_key: give both, or neither"),
+        ("api_keys = ['a b']", "api_keys: only printable ASCII characters without spaces"),
+        ("api_keys = ['']", "api_keys: only printable ASCII"),
+        ("admin_key = 'a b'", "admin_key: only printable ASCII"),
+        ("queue_max = -1", "queue_max = -1 is not between 0 and 1000000"),
         ('engine_api_key = "secret\\nsecret"', "engine_api_key: only printable ASCII"),
     ],
 )
@@ -107,6 +125,7 @@ def test_the_end_of_the_line_is_no_part_of_a_key(monkeypatch: pytest.MonkeyPatch
         ("prot=1", "--set prot=1: unknown key 'prot'; did you mean 'port'?"),
         ("port.x=1", "--set port.x=1: only policies.NAME.KEY has parts"),
         ("policies.smetric=1", "only policies.NAME.KEY"),
+        ('tokenizers={org/model = "/models/m"}', "a name with slashes or dots needs quotes"),
         ("retries_max=3", "retries_max = 3 is not between 0 and 2"),
     ],
 )
@@ -125,3 +144,14 @@ def test_one_request_takes_a_part_of_the_index_only() -> None:
     assert RouterConfig(engines=("http://a:1",)).chunks_per_request_max == 32_768
     assert RouterConfig(engines=("http://a:1", "http://b:1"), index_chunks_max=800).chunks_per_request_max == 100
     assert RouterConfig(index_chunks_max=1).chunks_per_request_max == 1
+
+
+def test_tokenizers_by_model_and_the_peers_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMETRIC_ROUTER_PEER_TOKEN", "a token of a file\n")
+    config = load_config(
+        None,
+        ["index=exact", "tokenizers.org/model-1.5=/models/a", 'tokenizers.b="/models/b"', 'peers=["h:1"]'],
+        {"engines": ["http://a:1"]},
+    )
+    assert config.tokenizers == {"org/model-1.5": "/models/a", "b": "/models/b"}
+    assert (config.peers, config.peer_token) == (("h:1",), "a token of a file")

@@ -1,11 +1,15 @@
 """Sessions with a shared system prompt in closed loop: the workload that tells stickiness from balance."""
 
+import asyncio
 import heapq
 import json
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import aiohttp
 
 from smetric_router.dispatch import Dispatcher
 from smetric_router.state.requests import CHAT_PATH, RequestReader
@@ -51,6 +55,26 @@ class Session:
         self.turns += 1
         self._messages.append({"role": "user", "content": self._draw.randbytes(TURN_BYTES // 2).hex()})
         return json.dumps({"model": "fake", "messages": self._messages}).encode()
+
+
+async def converse(client: aiohttp.ClientSession, urls: Sequence[str], seed: int, think_s: float = 0.025) -> Tally:
+    """The workload over sockets; each request goes to one of the routers by chance."""
+    draw, tally, places = random.Random(seed), Tally(), asyncio.Semaphore(LIVE)
+
+    async def one() -> None:
+        async with places:
+            session = Session(draw)
+            for _ in range(TURNS):
+                url = f"{draw.choice(urls)}/v1/chat/completions"
+                async with client.post(url, data=session.next_body()) as answer:
+                    assert answer.status == 200, await answer.text()
+                    await answer.read()
+                    tally.add(answer.headers["x-smetric-instance"], session.instance)
+                    session.instance = answer.headers["x-smetric-instance"]
+                await asyncio.sleep(draw.uniform(0, think_s))
+
+    await asyncio.gather(*(one() for _ in range(SESSIONS)))
+    return tally
 
 
 def simulate(dispatcher: Dispatcher, seed: int, service_s: float = 0.06, think_s: float = 0.05) -> Tally:

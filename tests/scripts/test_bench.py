@@ -55,7 +55,7 @@ def test_a_line_of_json_has_the_fields_that_all_benchmarks_have() -> None:
     line = figure([1.0], [2.0]).made({}).line()
     assert "\n" not in line
     assert list(json.loads(line)) == [
-        "row", "unit", "ours", "peers", "limit", "ratio", "target", "holds", "runs", "spread",
+        "row", "unit", "ours", "peers", "limit", "ratio", "target", "holds", "runs", "spread", "values",
     ]  # fmt: skip
 
 
@@ -147,6 +147,40 @@ def test_options_reach_the_benchmark_and_a_table_is_the_default(
     with pytest.raises(SystemExit) as wrong:
         command.main(["nothing"])
     assert wrong.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["fake", "--part", "small"], "fake has no part 'small'"),
+        (["weights", "--part", "small"], "weights has no part 'small'; there are: router: large, small,"),
+    ],
+)
+def test_a_part_that_a_benchmark_has_not_is_refused(
+    words: list[str], why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(command.BENCHMARKS, "fake", lambda *_: [])
+    with pytest.raises(SystemExit) as wrong:
+        command.main(words)
+    assert wrong.value.code == 2 and why in capsys.readouterr().err
+
+
+def test_many_peers_keep_the_table_readable() -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    many = figure([20], [10])
+    for number in range(20):
+        many.add(f"a system with a long name {number}", number)
+    show([many.made({})], console)
+    text = console.export_text()
+    assert (
+        all(f"a system with a long name {number} {number}" in text for number in range(20)) and "ratio <= 1.5" in text
+    )
+
+
+def test_the_json_has_every_run() -> None:
+    of_two = figure([20, 30], [10, 10])
+    of_two.add("grpc", 3)
+    assert json.loads(of_two.made({}).line())["values"] == {"ours": [20, 30], "limit": [10, 10], "grpc": [3]}
 
 
 def test_the_script_passes_its_arguments_on(tmp_path: Path) -> None:

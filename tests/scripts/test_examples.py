@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     with Supervisor(tmp_path_factory.mktemp("examples")) as supervisor:
         store = pool.store(supervisor)
-        yield [pool.worker(supervisor, store["store"], name, arena="16MiB")["worker"] for name in ("one", "two")]
+        yield [
+            pool.worker(supervisor, store["store"], name, arena="16MiB")["worker"] for name in ("one", "two", "three")
+        ]
 
 
 @pytest.mark.slow
@@ -25,7 +27,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     ("example", "last"),
     [
         ("branching", "6 of 6 branches go on from the same bytes"),
-        ("scale_up", "2 of 2 engines have the right parameters"),
+        ("scale_up", "3 of 3 engines have the right parameters"),
         ("trainer", "3 of 3 versions arrived at every rank as they were published"),
     ],
 )

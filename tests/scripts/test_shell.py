@@ -31,6 +31,7 @@ def tree(tmp_path: Path) -> Path:
         (tmp_path / "scripts").mkdir(exist_ok=True)
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts" / name)
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    shutil.copytree(ROOT / "tests" / "sglang_cpu", tmp_path / "tests" / "sglang_cpu")
     shutil.copy(ROOT / "pyproject.toml", tmp_path / "pyproject.toml")
     return tmp_path
 
@@ -40,24 +41,27 @@ def stubbed(tree: Path) -> Path:
     """The tree with nothing to install, and tools that note their arguments and fail when `FAIL` names them."""
     write(tree / "scripts" / "install", "exit 0")
     for tool in TOOLS:
-        write(
-            tree / ".venv" / "bin" / tool,
-            f'echo "{tool} $*" >>calls\ncase "{tool} $*" in *"${{FAIL:-nothing}}"*) exit 1;; esac',
-        )
+        stub(tree / ".venv" / "bin" / tool, tool)
+    stub(tree / ".envs" / "sglang" / "bin" / "python", "sglang-python")
     return tree
+
+
+def stub(path: Path, name: str) -> None:
+    write(path, f'echo "{name} $*" >>calls\ncase "{name} $*" in *"${{FAIL:-nothing}}"*) exit 1;; esac')
 
 
 def calls(tree: Path) -> list[str]:
     return (tree / "calls").read_text().splitlines()
 
 
-FAST = "python -m pytest -m not engine and not faults"
+FAST = "python -m pytest -m not engine and not faults and not sglang"
+SGLANG = "sglang-python -m pytest -m sglang tests/engines/sglang"
 STATIC = ["ruff check .", "ruff format --check .", "mypy ", "lint-imports "]
 
 
 def test_without_a_tier_everything_runs(stubbed: Path) -> None:
     assert run(stubbed, "scripts/test").returncode == 0
-    assert calls(stubbed) == [*STATIC, FAST, "python -m pytest -m faults -s", "python -m pytest -m engine"]
+    assert calls(stubbed) == [*STATIC, FAST, "python -m pytest -m faults -s", "python -m pytest -m engine", SGLANG]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +70,7 @@ def test_without_a_tier_everything_runs(stubbed: Path) -> None:
         (["fast", "-k", "a b"], [*STATIC, f"{FAST} -k a b"]),
         (["faults", "-x"], ["python -m pytest -m faults -s -x"]),
         (["engines", "-x"], ["python -m pytest -m engine -x"]),
+        (["sglang", "-x"], [f"{SGLANG} -x"]),
         (["slow"], ["python -m pytest -m slow"]),
     ],
 )
@@ -75,11 +80,12 @@ def test_a_tier_or_a_marker_with_arguments_for_pytest(stubbed: Path, arguments: 
 
 
 @pytest.mark.parametrize(
-    "failing", ["ruff check", "ruff format", "mypy", "lint-imports", "-m not engine", "-m faults", "-m engine"]
+    "failing",
+    ["ruff check", "ruff format", "mypy", "lint-imports", "-m not engine", "-m faults", "-m engine", "-m sglang"],
 )
 def test_any_failure_is_the_status_and_hides_nothing(stubbed: Path, failing: str) -> None:
     assert run(stubbed, "scripts/test", FAIL=failing).returncode == 1
-    assert len(calls(stubbed)) == 7
+    assert len(calls(stubbed)) == 8
 
 
 def test_a_failed_installation_stops_the_tests(stubbed: Path) -> None:
@@ -122,6 +128,22 @@ def test_install_does_nothing_when_nothing_changed_and_something_when_a_lock_did
         lock.write("another==1\n")
     assert run(tree, "scripts/install").returncode == 0
     assert any("install" in call for call in calls(tree))
+
+
+def test_the_environments_are_installed_apart(tree: Path) -> None:
+    for folder in (".venv", ".envs/sglang"):
+        write(tree / folder / "bin" / "python", f'echo "{folder} $*" >>calls')
+    assert run(tree, "scripts/install", "sglang").returncode == 0
+    assert all(call.startswith(".envs/sglang ") for call in calls(tree))
+    (tree / "calls").unlink()
+    with (tree / "requirements" / "dev.lock").open("a") as lock:
+        lock.write("another==1\n")
+    assert run(tree, "scripts/install", "sglang").returncode == 0 and not (tree / "calls").exists()
+    with (tree / "tests" / "sglang_cpu" / "sglang_on_cpu.py").open("a") as module:
+        module.write("# changed\n")
+    assert run(tree, "scripts/install", "sglang").returncode == 0 and (tree / "calls").exists()
+    refused = run(tree, "scripts/install", "other")
+    assert refused.returncode == 2 and "scripts/install sglang" in refused.stderr
 
 
 def test_install_fails_when_pip_does_and_is_not_taken_for_done(tree: Path) -> None:

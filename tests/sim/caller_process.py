@@ -104,6 +104,11 @@ class Conversation:
         world, key, digest = self._caller.world, self._job.key, self._plan.digest()
         if isinstance(result, PlanState):
             record = decode_record(result.record)
+            if record.digest != digest:  # as client/plan.py: it was lost, and another one has been begun
+                other = Conflict("that key belongs to another plan by now")
+                world.tell("refused", self._caller, key, digest, other, sent_at)
+                self._end(other)
+                return
             world.tell("told", self._caller, key, digest, record)
             self._submitted = True
             if record.finished:

@@ -193,12 +193,12 @@ class Cluster:
         """The store starts on another database: an empty one or one from a backup, there or on its former file.
 
         It knows nothing of the leases that the former one had granted: until they are over there may be two homes, unless
-        it was told that it is restored, and waits.
+        it was told that it is restored, and waits, or hears of the former life before it grants anything.
         """
         if self.store.alive:
             self.store.crash()
         if backup is None:
-            self.world.exempt_until = max(self.world.exempt_until, self.store.died_at + 1.05 * MEMBER_TTL_S)
+            self.world.former_until = self.store.died_at + 1.05 * MEMBER_TTL_S
         in_place = backup is not None and self.world.random.random() < 0.5
         folder = self.store.path.parent if in_place else self._next_folder()
         if backup is None and self.world.random.random() < 0.3:

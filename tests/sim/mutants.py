@@ -17,7 +17,6 @@ from tensorcast_connector.core.metadata import Metadata
 from tensorcast_connector.core.reports import Reporter
 from tensorcast_connector.core.segments import Segments
 from tensorcast_connector.errors import Compacted
-from tensorcast_connector.store import backup
 from tensorcast_connector.store.kv import Delete
 from tensorcast_connector.store.server import Store
 from tensorcast_connector.store.sqlite_kv import SqliteKv
@@ -25,7 +24,7 @@ from tensorcast_connector.types import Token, WorkerId
 from tensorcast_connector.wire.messages import Message, Ok, Reported, ReportKeys
 from tensorcast_connector.wire.store_messages import Changes, KeepAlive, ReleaseShards, Watch
 from tensorcast_connector.worker.pages import Pages
-from tests.sim import plan_mutants
+from tests.sim import life_mutants, plan_mutants
 from tests.sim.engine_process import EngineProcess
 
 Patch = pytest.MonkeyPatch
@@ -285,11 +284,6 @@ def _nothing_asked_after_the_last_page(patch: Patch) -> None:
     patch.setattr(_Listing, "add", hasty)
 
 
-def _restored_store_grants_at_once(patch: Patch) -> None:
-    """It does not wait until nobody believes in the leases of its former life."""
-    patch.setattr(backup, "MEMBER_TTL_S", 0)
-
-
 # --- pages ---
 
 
@@ -360,7 +354,7 @@ MUTANTS = [
     Mutant(_woken_for_nothing, 59, "nothing to do"),
     Mutant(_takeover_without_inventory, 6, "not settled .* lists"),
     Mutant(_late_report_accepted, 13, "not settled .* lists"),
-    Mutant(_failed_report_forgotten, 13, "not settled .* lists"),
+    Mutant(_failed_report_forgotten, 4, "not settled .* lists"),
     Mutant(_evicted_page_not_reported, 3, "not settled .* lists"),
     Mutant(_forgets_who_left_too_late, 0, "not settled .* lists|check failed"),
     Mutant(_token_counter_lost_on_restart, 22, "revision 1 after|is granted to .* after|was .* and is"),
@@ -370,9 +364,12 @@ MUTANTS = [
     Mutant(_watch_ignores_compaction, 8, "not settled .* knows"),
     Mutant(_deletions_missing_in_the_watch, 0, "not settled .* knows"),
     Mutant(_first_page_taken_for_the_whole, 0, "not settled .* knows|are both the home"),
-    Mutant(_nothing_asked_after_the_last_page, 0, "not settled .* knows|check failed"),
-    Mutant(_restored_store_grants_at_once, 138, "are both the home"),
-    Mutant(_late_listing_stands, 48, "not settled .* the store lists"),
+    Mutant(_nothing_asked_after_the_last_page, 17, "not settled .* knows|check failed"),
+    Mutant(life_mutants.restored_store_grants_at_once, 138, "are both the home"),
+    Mutant(life_mutants.former_life_is_nothing_to_the_store, 9, "as if there had been none"),
+    Mutant(life_mutants.grants_of_before_stand, 9, "while nobody is to be a home|can be renewed"),
+    Mutant(life_mutants.grants_taken_back_under_a_lease_that_lives, 9, "takes shard|can be renewed"),
+    Mutant(_late_listing_stands, 13, "not settled .* the store lists"),
     Mutant(_reservation_freed_by_time, 7, "gave the slot"),
     Mutant(_reservation_outlives_its_connection, 13, "pages reserved"),
     Mutant(_hold_ignored_by_eviction, 9, "evicted"),
@@ -384,17 +381,17 @@ MUTANTS = [
     Mutant(plan_mutants.follower_dispatches, 7, "before its record is there"),
     Mutant(
         plan_mutants.conflict_taken_as_written,
-        2,
+        7,
         "before its record is there|the record of plan .* changes|becomes another|goes from",
     ),
-    Mutant(plan_mutants.finished_plan_run_again_by_its_owner, 20, "the record of plan .* changes"),
+    Mutant(plan_mutants.finished_plan_run_again_by_its_owner, 8, "the record of plan .* changes"),
     Mutant(plan_mutants.result_visible_before_the_record, 7, "which the store does not say"),
     Mutant(plan_mutants.orphans_are_nobodys, 15, "not settled .* run"),
     Mutant(plan_mutants.needs_ignored, 7, "before step"),
     Mutant(plan_mutants.gateway_woken_for_nothing, 7, "again and again for plans"),
-    Mutant(plan_mutants.retry_without_idempotency, 8, "which it has done|which was None"),
+    Mutant(plan_mutants.retry_without_idempotency, 25, "which it has done|which was None"),
     Mutant(plan_mutants.step_under_way_begun_again, 7, "which it is doing"),
-    Mutant(plan_mutants.ledger_without_epochs, 8, "after the epoch"),
-    Mutant(plan_mutants.cancelled_step_begun_later, 20, "which was cancelled"),
+    Mutant(plan_mutants.ledger_without_epochs, 39, "after the epoch"),
+    Mutant(plan_mutants.cancelled_step_begun_later, 26, "which was cancelled"),
     Mutant(plan_mutants.step_outlives_its_plan, 26, "after nobody waits|not settled .* still does"),
 ]

@@ -50,7 +50,10 @@ class PlanService:
         self.worker = worker
         self.world = worker.world
         self._wall_offset_s = wall_offset_s
-        self.core = GatewayPlans(worker.name, worker.metadata.view, self.world.random.random, "gateway" in worker.roles)  # type: ignore[arg-type]
+        plane = worker.metadata
+        self.core = GatewayPlans(
+            worker.name, plane.view, self.world.random.random, lambda: plane.member.lease_id, "gateway" in worker.roles  # type: ignore[arg-type]
+        )  # fmt: skip
         self.ledger = Ledger()
         self.doing: dict[int, RunStep] = {}  # by the ledger's numbers
         self._joined: dict[int, list[Answer]] = {}

@@ -66,6 +66,7 @@ class StoreProcess(Process):
     ) -> None:  # fmt: skip
         super().__init__(world, STORE, STORE, clock)
         self.path = folder / "store.db"
+        self.started_at = clock()  # from then on every lease has its full time
         self.died_at = 0.0
         self.crash_inside = False  # the next transaction is the last one
         self.on_crash: Callable[[StoreProcess], None] = lambda _: None

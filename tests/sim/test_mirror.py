@@ -130,7 +130,10 @@ class Real:
         return SimpleNamespace(connected=True, version=PROTOCOL_VERSION, call=call)
 
     def _bulk(self, others: Others, name: str) -> Any:
-        async def fetch(keys: Sequence[bytes], target: Callable[..., Any], done: Callable[[int, int], None]) -> None:
+        async def fetch(
+            keys: Sequence[bytes], target: Callable[..., Any], done: Callable[[int, int], None],
+            aged: Callable[[int, float], None],
+        ) -> None:  # fmt: skip
             reply, payload = others.asked(name, Fetch(list(keys)))
             if isinstance(reply, TensorcastError):
                 raise reply
@@ -138,6 +141,7 @@ class Real:
             for index, (length, digest) in enumerate(reply.pages):
                 target(index, length)[:] = payload[:length]
                 payload = payload[length:]
+                aged(index, 0.0)
                 done(index, digest)
 
         return SimpleNamespace(fetch=fetch)

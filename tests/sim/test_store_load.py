@@ -68,6 +68,7 @@ def measure(workers: int, pages: int) -> Load:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # it computes for 12 s: long for one that waits for nothing, and longer beside others
 def test_pages_cost_the_store_nothing() -> None:
     fewer, few, many = (measure(*each) for each in ((32, 1_000), (64, 1_000), (64, 50_000)))
     print("\nworkers   pages  requests / s  by kind")

@@ -24,7 +24,7 @@ HAPPENS = (
     "page fetched", "page read", "page with wrong bytes", "partition", "reply too late, or the second one",
     "report accepted", "report refused", "store clock", "store crash", "store pause",
     "store says conflict", "store says not-found", "torn write", "watch from before the history", "worker clock",
-    "worker crash", "worker leaves", "worker pause",
+    "told of a former life", "worker crash", "worker leaves", "worker pause",
     "plan Conflict", "plan NotFound", "plan cancelled", "plan done", "plan failed", "plan record finished", "plan taken over",
     "step joined", "step known", "step refused", "step stopped",
 )  # fmt: skip

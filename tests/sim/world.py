@@ -101,6 +101,7 @@ class World:
         self.processes: dict[str, Process] = {}
         self.committed: dict[bytes, set[bytes]] = {}  # page key -> all bytes that were ever committed for it
         self.exempt_until = -1.0  # until then two homes of one shard are no fault: the store's clock jumped
+        self.former_until = -1.0  # until then a worker may believe in a life of the database that was lost
         self._heap: list[tuple[float, int, Process | None, Callable[..., Any], tuple[Any, ...]]] = []
         self._count = 0
         self._log: list[tuple[float, str, str, tuple[Any, ...]]] = []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tensorcast_connector.core.cluster import YOUNG
 from tensorcast_connector.store.etcd_gateway import Answer
 from tensorcast_connector.store.etcd_kv import EtcdKv, open_etcd
 from tensorcast_connector.store.incarnation import ensure_incarnation
@@ -105,6 +106,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     """A store over SQLite that nobody has asked anything."""
     served = Served(tmp_path)
     await ensure_incarnation(served.kv, LIFE)
+    await served.kv.lease_revoke((await served.kv.range(YOUNG))[1][0].lease_id)  # it has been there for a while
     await prepare(served.kv, SHARDS)
     yield served
     await served.kv.close()

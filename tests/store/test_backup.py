@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tensorcast_connector.cli import main
-from tensorcast_connector.core.cluster import INCARNATION, RESTORED
+from tensorcast_connector.core.cluster import INCARNATION, RESTORED, YOUNG
 from tensorcast_connector.errors import ConfigError, Conflict, NotFound, Unavailable
 from tensorcast_connector.store import backup as backup_module
 from tensorcast_connector.store.backup import Backup, read_backup, restore_backup, take_backup, write_backup
@@ -32,8 +32,8 @@ BACKUP = Backup(40, 7, ENTRIES)
 
 
 async def content(kv: KvStore) -> dict[str, bytes]:
-    """Without what is there for a while after a restore."""
-    return {each.key: each.value for each in (await kv.range(""))[1] if each.key != RESTORED}
+    """Without what is there for a while after a restore or a first start."""
+    return {each.key: each.value for each in (await kv.range(""))[1] if each.key not in (RESTORED, YOUNG)}
 
 
 async def fill(kv: KvStore) -> int:
@@ -343,13 +343,14 @@ def running_store(tmp_path: Path, flags: list[str]) -> "subprocess.Popen[bytes]"
         (["--etcd", "h:1,h:1"], 2, "should be host:port of different servers"),
         (["--etcd", "unix:/x"], 2, "should be host:port"),
         (["--etcd", "h:1", "--etcd-prefix", "x"], 2, "etcd_prefix='x' should be a name with a slash behind it"),
-        (["--etcd", "h:1", "--etcd-prefix", ""], 2, "should be a name with a slash"),
         (["--etcd", "h:1", "--etcd-prefix", "/"], 2, "should be a name with a slash"),
         (["--etcd", "h:1", "--data", "/d"], 2, "a store has one database, give one of them"),
         (["--etcd", "127.0.0.1:1"], 1, "no etcd answers: etcd at 127.0.0.1:1: cannot connect: Connection refused"),
     ],
 )
-@pytest.mark.parametrize("action", [[], ["backup", "--to", "/tmp/never-written"]], ids=["serve", "backup"])
+@pytest.mark.parametrize(
+    "action", [["--listen", "127.0.0.1:0"], ["backup", "--to", "/tmp/never-written"]], ids=["serve", "backup"]
+)
 def test_a_wrong_etcd_is_one_line(
     capsys: pytest.CaptureFixture[str], flags: list[str], status: int, why: str, action: list[str]
 ) -> None:

@@ -337,6 +337,29 @@ async def test_a_full_etcd_is_one_line_and_recovers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+async def test_an_etcd_that_is_read_only_is_one_line_and_recovers(tmp_path: Path) -> None:
+    servers = EtcdCluster(1, tmp_path)
+    kv = await open_etcd(servers.addresses, "t/")
+    try:
+        lease = await kv.lease_grant(30)
+        revision = await put(kv, "k", b"v", lease)
+        [member] = servers.post(0, "/v3/cluster/member/list", {})["members"]
+        alarm = {"memberID": member["ID"], "alarm": "CORRUPT"}
+        servers.post(0, "/v3/maintenance/alarm", {**alarm, "action": "ACTIVATE"})
+        for attempt in (lambda: put(kv, "k", b"w"), lambda: kv.lease_grant(10)):
+            with pytest.raises(Unavailable, match=r"takes no writes, because what its members have differs") as error:
+                await attempt()
+            assert "\n" not in str(error.value) and "etcdctl alarm disarm" in str(error.value)
+        await kv.lease_keepalive(lease)
+        assert [each.value for each in (await kv.range("k"))[1]] == [b"v"], "what is there stays readable"
+        servers.post(0, "/v3/maintenance/alarm", {**alarm, "action": "DEACTIVATE"})
+        assert await put(kv, "k", b"w") == revision + 1
+    finally:
+        await kv.close()
+        servers.close()
+
+
+@pytest.mark.slow
 async def test_an_etcd_that_asks_for_a_user_is_one_line(tmp_path: Path) -> None:
     servers = EtcdCluster(1, tmp_path)
     kv = await open_etcd(servers.addresses, "t/")

@@ -35,7 +35,10 @@ async def keys(kv: KvStore, prefix: str = "") -> list[str]:
 
 
 async def changes(kv: KvStore, prefix: str, after: int, upto: int) -> list[Event]:
-    """Those after `after`, once they are complete up to `upto`: a backend may lag behind what was written."""
+    """Those after `after`, once they are complete up to `upto`: a backend may lag behind what was written.
+
+    With `upto` above `after` it is also sure that changes are followed, and that what a test waits for ends by nothing else.
+    """
     async with asyncio.timeout(10):
         while True:
             revision, events = await kv.changes(prefix, after)
@@ -234,7 +237,7 @@ async def test_changes_of_a_future_that_is_not_ours(kv: KvStore) -> None:
 
 async def test_waiting_ends_with_a_change(kv: KvStore) -> None:
     start = await put(kv, "a")
-    await changes(kv, "", start, start)
+    await changes(kv, "", start - 1, start)
     waiting = [asyncio.create_task(kv.wait(start, 30)) for _ in range(3)]
     await asyncio.sleep(0.02)
     assert not any(each.done() for each in waiting)
@@ -244,9 +247,35 @@ async def test_waiting_ends_with_a_change(kv: KvStore) -> None:
     assert [each.key for each in (await kv.changes("", start))[1]] == ["b"], "what it waited for is there"
 
 
+async def test_waiting_for_keys_under_a_prefix_does_not_end_with_others(kv: KvStore) -> None:
+    start = await put(kv, "ours/a")
+    await changes(kv, "", start - 1, start)
+    waiting = asyncio.create_task(kv.wait(start, 30, "ours/"))
+    anything = asyncio.create_task(kv.wait(start, 30))
+    for number in range(3):
+        last = await put(kv, f"other/{number}")
+        await asyncio.wait_for(kv.wait(last - 1, 30), 5)
+    await asyncio.wait_for(anything, 5)
+    assert not waiting.done()
+    await put(kv, "ours/b")
+    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(kv.wait(start, 30, "ours/"), 5)
+    assert (await kv.changes("ours/", last))[1][0].key == "ours/b", "what it waited for is there"
+
+
+async def test_waiting_for_keys_under_a_prefix_ends_with_a_lease(backend: Backend) -> None:
+    lease = await backend.kv.lease_grant(backend.ttl_s)
+    revision = await put(backend.kv, "ours/a", b"", lease)
+    await changes(backend.kv, "", revision - 1, revision)
+    waiting = asyncio.create_task(backend.kv.wait(revision, 30, "ours/"))
+    await backend.kv.lease_revoke(lease)
+    await asyncio.wait_for(waiting, 5)
+    assert [each.value for each in (await backend.kv.changes("ours/", revision))[1]] == [None]
+
+
 async def test_waiting_ends_with_the_time(kv: KvStore) -> None:
     revision = await put(kv, "a")
-    await changes(kv, "", revision, revision)
+    await changes(kv, "", revision - 1, revision)
     started = time.monotonic()
     await kv.wait(revision, 0.02)
     assert time.monotonic() - started >= 0.015
@@ -256,7 +285,7 @@ async def test_waiting_ends_with_the_time(kv: KvStore) -> None:
 
 async def test_a_waiter_may_be_cancelled_and_closing_ends_the_others(backend: Backend) -> None:
     revision = await put(backend.kv, "a")
-    await changes(backend.kv, "", revision, revision)
+    await changes(backend.kv, "", revision - 1, revision)
     one, other = (asyncio.create_task(backend.kv.wait(revision, 30)) for _ in range(2))
     await asyncio.sleep(0.01)
     one.cancel()

@@ -161,7 +161,7 @@ async def test_who_knows_no_pages_is_told_everything_at_once(store: Store) -> No
     old = store.decoder.decode(msgspec.msgpack.encode(["Watch", 0, 0, 0]))
     assert old == Watch(0, 0, 0, None)
     answer = await store.changes(old)
-    assert answer.complete and not answer.more and len(answer.entries) == WORKERS + INSTANCES + 2
+    assert answer.complete and not answer.more and len(answer.entries) == WORKERS + INSTANCES + 3
     raw = msgspec.msgpack.decode(encode(answer))
     assert raw[:4] == ["Changes", LIFE, answer.revision, True] and raw[6:] == ["", False]
 

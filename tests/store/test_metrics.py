@@ -77,7 +77,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
     """On loopback."""
     running = Running(tmp_path)
     network = SocketNetwork()
-    await ensure_incarnation(running.measured, 77)
+    await ensure_incarnation(running.kv, 77)
     running.store = await open_store(running.measured, "s", 8)
     listener = await listen(network, ANYWHERE, running.store)
     served = await serve_metrics(ANYWHERE, [StoreMetrics(running.store, running.measured)])

@@ -1,6 +1,7 @@
 """After a restore: shards are granted only when nobody believes in the former life any more; and no restore under a store."""
 
 import asyncio
+import re
 import signal
 import time
 from pathlib import Path
@@ -11,16 +12,23 @@ from tensorcast_connector.cli import main
 from tensorcast_connector.config import MEMBER_TTL_S
 from tensorcast_connector.core.cluster import RESTORED, SHARD_COUNT
 from tensorcast_connector.errors import ConfigError, NotFound, Unavailable
-from tensorcast_connector.store import alive, backup
+from tensorcast_connector.store import alive, backup, incarnation
 from tensorcast_connector.store.alive import Presence
 from tensorcast_connector.store.backup import Backup, restore_backup, write_backup
 from tensorcast_connector.store.incarnation import ensure_incarnation
-from tensorcast_connector.store.kv import ALIVE, RESTORING_KEY
+from tensorcast_connector.store.kv import ALIVE, RESTORING_KEY, Delete
 from tensorcast_connector.store.server import Store, open_store
 from tensorcast_connector.store.sqlite_kv import SqliteKv
 from tensorcast_connector.testing.clock import SettableClock
 from tensorcast_connector.wire.messages import Ok
-from tensorcast_connector.wire.store_messages import Alive, ClaimShards, KeepAlive, RegisterInstance, RegisterWorker
+from tensorcast_connector.wire.store_messages import (
+    Alive,
+    ClaimShards,
+    KeepAlive,
+    RegisterInstance,
+    RegisterWorker,
+    Watch,
+)
 from tests.store.conftest import Backend, EtcdBackend
 from tests.store.served import instance, record
 from tests.store.test_backup import run, running_store
@@ -42,7 +50,7 @@ async def test_claims_wait_and_everything_else_goes_on(backend: Backend, monkeyp
     await restore_backup(kv, BACKUP, replace=False, now_unix_s=NOW)
     restored = (await kv.range(RESTORED))[1]
     stores = [await open_store(kv, "one"), await open_store(kv, "two")]
-    lease = (await stores[0].handle(RegisterWorker(record(), 3600))).lease_id  # type: ignore[attr-defined]
+    lease = (await stores[0].handle(RegisterWorker(record(), 3600))).lease_id  # type: ignore[attr-defined]  # fmt: skip
     assert await stores[1].handle(RegisterInstance(instance("i"), lease)) == Ok()
     assert isinstance(await stores[1].handle(KeepAlive(lease)), Alive)
     with pytest.raises(Unavailable, match=WHY):
@@ -102,6 +110,148 @@ async def test_a_new_cluster_waits_for_nothing(tmp_path: Path) -> None:
     store = await open_store(kv, "s")
     assert await store.handle(ClaimShards("a/1", await kv.lease_grant(10), [1])) == Ok()
     await kv.close()
+
+
+# --- a database that was lost, without a restore ---
+
+
+async def claims(store: Store, lease: int) -> bool:
+    """Whether a worker gets a shard now; otherwise it is told why."""
+    try:
+        await store.handle(ClaimShards("a/1", lease, [1]))
+    except Unavailable as error:
+        assert re.search(WHY, str(error))
+        assert not await shards(store)
+        return False
+    return "cluster/shards/1" in await shards(store)
+
+
+async def granted_after_a_while(backend: Backend, store: Store, lease: int) -> None:
+    """Not now, and then."""
+    assert not await claims(store, lease)
+    async with asyncio.timeout(20):
+        while not await claims(store, lease):
+            await backend.pass_time(backend.ttl_s / 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["emptied", "gone back", "emptied while no store ran"])
+async def test_nobody_is_a_home_while_one_of_the_former_life_may_be(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(incarnation, "MEMBER_TTL_S", backend.ttl_s)
+    kv = backend.kv
+    await ensure_incarnation(kv, NOW)
+    store = await open_store(kv, "s")
+    lease = await kv.lease_grant(3600)
+    assert await claims(store, lease), "a first start waits for nothing"
+    life, after = NOW, await kv.revision()
+    if how == "gone back":
+        after += 1000  # a worker has seen more than there is
+    else:
+        for each in (await kv.range(""))[1]:
+            await kv.txn([], [Delete(each.key)])
+    if how == "emptied while no store ran":
+        life -= 100
+        await ensure_incarnation(kv, NOW)
+        store = await open_store(kv, "t")
+        # Somebody who is new gets it, since nobody knows better yet.
+        lease = await kv.lease_grant(3600)
+        assert await claims(store, lease)
+    assert (await store.changes(Watch(life, after, 0))).incarnation > life
+    assert not await shards(store)
+    if how != "emptied":  # there the grant was gone already, and nobody knows under which lease it was
+        with pytest.raises(NotFound):
+            await kv.lease_keepalive(lease)
+    await granted_after_a_while(backend, store, await kv.lease_grant(3600))
+    # Whoever comes back after a long time holds nobody up.
+    await store.changes(Watch(life, after, 0))
+    assert await shards(store) == {"cluster/shards/1"} and not (await kv.range(RESTORED))[1]
+
+
+async def test_a_store_that_has_served_a_former_life_knows_it_whoever_asks(backend: Backend) -> None:
+    kv = backend.kv
+    await ensure_incarnation(kv, NOW)
+    former = await open_store(kv, "one")
+    for each in (await kv.range(""))[1]:
+        await kv.txn([], [Delete(each.key)])
+    await ensure_incarnation(kv, NOW + 5)  # by another store, which is new
+    store, lease = await open_store(kv, "two"), await kv.lease_grant(3600)
+    assert await claims(store, lease)
+    assert (await former.changes(Watch(0, 0, 0))).incarnation == NOW + 5
+    assert not await shards(store) and (await kv.range(RESTORED))[1][0].lease_id
+    with pytest.raises(NotFound):
+        await kv.lease_keepalive(lease)
+
+
+async def test_the_wait_begins_when_the_last_home_of_before_cannot_renew(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it takes to end all leases."""
+    kv = backend.kv
+    await ensure_incarnation(kv, NOW)
+    store = await open_store(kv, "s")
+    leases = [(await store.handle(RegisterWorker(record(f"{each}/1"), 3600))).lease_id for each in "ab"]  # type: ignore[attr-defined]  # fmt: skip
+    assert await claims(store, leases[0])
+    seen: list[bool] = []
+    revoke, grant = kv.lease_revoke, kv.lease_grant
+
+    async def slow_revoke(lease_id: int) -> None:
+        seen.append(bool((await kv.range(RESTORED))[1][0].lease_id))
+        await revoke(lease_id)
+
+    async def grant_later(ttl_s: int) -> int:
+        for lease_id in leases:
+            with pytest.raises(NotFound):
+                await kv.lease_keepalive(lease_id)
+        seen.append(False)
+        return await grant(ttl_s)
+
+    monkeypatch.setattr(kv, "lease_revoke", slow_revoke)
+    monkeypatch.setattr(kv, "lease_grant", grant_later)
+    await store.changes(Watch(NOW - 100, 5, 0))
+    assert seen == [False] * 3 and (await kv.range(RESTORED))[1][0].lease_id
+
+
+async def test_a_store_that_died_before_the_wait_began_leaves_that_to_others(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers ask for no shards while the mark is there; so it is finished by whoever shows it to them."""
+    kv = backend.kv
+    await ensure_incarnation(kv, NOW)
+    store = await open_store(kv, "s")
+    lease = await kv.lease_grant(3600)
+    assert await claims(store, lease)
+    with monkeypatch.context() as patch:
+        patch.setattr(kv, "lease_revoke", dies)
+        with pytest.raises(Unavailable):
+            await store.changes(Watch(NOW - 100, 5, 0))
+    [left] = (await kv.range(RESTORED))[1]
+    assert not left.lease_id
+    await backend.reopen()
+    again = await open_store(backend.kv, "t")
+    shown = await again.changes(Watch(0, 0, 0))
+    assert RESTORED in [each.key for each in shown.entries]
+    assert (await backend.kv.range(RESTORED))[1][0].lease_id and not await shards(again)
+    with pytest.raises(NotFound):
+        await backend.kv.lease_keepalive(lease)
+
+
+async def dies(_: int) -> None:
+    raise Unavailable("killed")
+
+
+async def test_two_stores_that_see_it_begin_one_life(backend: Backend) -> None:
+    kv = backend.kv
+    await ensure_incarnation(kv, NOW)
+    stores = [await open_store(kv, each) for each in ("one", "two")]
+    after = await kv.revision()
+    for each in (await kv.range(""))[1]:
+        await kv.txn([], [Delete(each.key)])
+    lives = [each.incarnation for each in await asyncio.gather(*(s.changes(Watch(NOW, after, 0)) for s in stores))]
+    assert lives == [NOW + 1] * 2
+    [held] = (await kv.range(RESTORED))[1]
+    assert held.lease_id
 
 
 # --- a store serves the database ---

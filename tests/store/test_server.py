@@ -16,7 +16,7 @@ from tensorcast_connector.errors import ConfigError, Conflict, NotFound, Unavail
 from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.store import server as store_server
 from tensorcast_connector.store.client import read_cluster
-from tensorcast_connector.store.kv import Put
+from tensorcast_connector.store.kv import Event, Put
 from tensorcast_connector.store.server import Store, prepare, serve_store
 from tensorcast_connector.store.sqlite_kv import SqliteKv
 from tensorcast_connector.testing.clock import SettableClock
@@ -244,24 +244,25 @@ def test_every_request_that_a_store_decodes_it_takes() -> None:
 
 async def test_a_watch_does_not_hear_of_each_record_of_a_plan(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was answered with nothing, and asked again by every worker, for every step of every plan."""
-    waits: list[int] = []
-    wait = served.kv.wait
+    reads: list[int] = []
+    changes = served.kv.changes
 
-    async def noted(after_revision: int, timeout_s: float) -> None:
-        waits.append(after_revision)
-        await wait(after_revision, timeout_s)
+    async def noted(prefix: str, after_revision: int) -> tuple[int, list[Event]]:
+        reads.append(after_revision)
+        return await changes(prefix, after_revision)
 
-    monkeypatch.setattr(served.kv, "wait", noted)
+    monkeypatch.setattr(served.kv, "changes", noted)
     monkeypatch.setattr(store_server, "WATCH_NOTHING_S", 10.0)
     before = await served.watch()
     waiting = asyncio.create_task(served.watch(before.revision, LIFE, wait_ms=10_000))
+    await until(lambda: served.store.watchers == 1)
     for number in range(5):
-        await until(lambda number=number: len(waits) == number + 1)
         await served.kv.txn([], [Put(f"plans/t/{number}/", b"x")])
-    await until(lambda: len(waits) == 6)
-    assert not waiting.done() and waits == sorted(set(waits))
+        await served.kv.range("")  # by then who was woken has looked
+    assert not waiting.done() and len(reads) == 1, "nor does it ask the database for each"
     await served.join("w/1")
     assert [entry.key for entry in (await waiting).entries] == [worker_key("w/1")]
+    assert len(reads) == 2
 
 
 async def test_a_watch_hears_of_the_revision_soon(served: Served) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import resource
 import shutil
 import sqlite3
 import stat
@@ -118,6 +119,23 @@ async def test_a_disk_error_is_unavailable(tmp_path: Path) -> None:
         await kv.txn([], [Put("k", b"v")])
     assert await kv.revision() > 0, "and the next request is served"
     await kv.close()
+
+
+async def test_what_was_not_committed_takes_no_revision(kv: SqliteKv, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The revision is kept in memory, and goes back with the transaction."""
+    before = await put(kv, "a")
+    set_meta = kv._set_meta
+
+    def fails(name: Any, value: int) -> None:
+        set_meta(name, value)
+        raise sqlite3.OperationalError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv, "_set_meta", fails)
+        with pytest.raises(Unavailable):
+            await put(kv, "b")
+    assert await kv.revision() == before == kv._meta("revision")
+    assert await put(kv, "c") == before + 1 == kv._meta("revision")
 
 
 async def test_a_closed_store_says_so(tmp_path: Path) -> None:
@@ -403,3 +421,39 @@ async def test_a_log_torn_at_every_byte_of_the_last_transaction(tmp_path: Path) 
             continue
         assert await after_crash(tmp_path / "copy", database, new[:cut]) == (after if cut == end else before), cut
     await kv.close()
+
+
+async def test_the_log_does_not_grow_while_somebody_waits(tmp_path: Path) -> None:
+    """A commit that makes the file longer waits for the disk twice as long."""
+    path, log = tmp_path / "store.db", tmp_path / "store.db-wal"
+    for life in range(3):
+        kv = SqliteKv(path, SettableClock())
+        size = log.stat().st_size
+        assert size >= sqlite_file.LOG_BYTES
+        for number in range(150):  # more than one log takes
+            await put(kv, f"k/{number}", b"%d" % life)
+        assert log.stat().st_size <= size + (100 << 10), "it begins anew before it is longer"
+        shutil.copytree(tmp_path, tmp_path.parent / f"copy-{life}")  # as a crash leaves it
+        await kv.close()
+        after = SqliteKv(tmp_path.parent / f"copy-{life}" / "store.db", SettableClock())
+        assert [each.value for each in (await after.range("k/"))[1]] == [b"%d" % life] * 150
+        await after.close()
+
+
+async def test_a_log_for_which_there_is_no_room_is_as_long_as_it_has_to_be(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (sqlite_file.LOG_BYTES // 2, limits[1]))
+    try:
+        kv = SqliteKv(tmp_path / "store.db", SettableClock())
+        assert (tmp_path / "store.db-wal").stat().st_size < sqlite_file.LOG_BYTES // 8
+        await put(kv, "k")
+        assert await keys(kv) == ["k"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    await kv.close()
+
+
+def test_a_simulation_has_no_log_ahead(tmp_path: Path) -> None:
+    """It tears what was written last, which is where the log ends."""
+    SqliteKv(tmp_path / "store.db", SettableClock(), executor=None)
+    assert (tmp_path / "store.db-wal").stat().st_size < sqlite_file.LOG_BYTES // 8

@@ -9,6 +9,7 @@ import pytest
 
 from tensorcast_connector.core.cluster import (
     INCARNATION,
+    RESTORED,
     SHARD_COUNT,
     ClusterView,
     instance_key,
@@ -78,10 +79,12 @@ async def test_who_cannot_go_on_is_sent_everything(served: Served, name: str) ->
     life, revision = BEHIND[name]
     await served.join()
     changes = await served.watch(revision, life, wait_ms=10_000)
-    # An older copy of the database is in its place: what is granted from now on must outrank what was granted since.
-    expected = LIFE + 1 if revision > 1000 else LIFE
-    assert changes.complete and changes.incarnation == expected
-    assert worker_key("a/1") in [entry.key for entry in changes.entries]
+    # An older copy of the database is in its place: what is granted from now on must outrank what was granted since, and
+    # workers have to register anew.
+    gone_back = revision > 1000
+    assert changes.complete and changes.incarnation == LIFE + gone_back
+    keys = {entry.key for entry in changes.entries}
+    assert SHARD_COUNT in keys and (worker_key("a/1") in keys) != gone_back
 
 
 async def test_an_emptied_database_begins_a_new_life(served: Served) -> None:
@@ -92,7 +95,7 @@ async def test_an_emptied_database_begins_a_new_life(served: Served) -> None:
         await served.kv.txn([], [Delete(each.key)])
     after = await served.watch(before.revision, before.incarnation)
     assert after.complete and after.incarnation == LIFE + 1
-    assert {entry.key for entry in after.entries} == {INCARNATION, SHARD_COUNT}
+    assert {entry.key for entry in after.entries} == {INCARNATION, SHARD_COUNT, RESTORED}
 
 
 async def test_a_new_life_has_as_many_shards_as_the_former(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from tensorcast_connector.net.bulk import _request_decoder as bulk_decoder
 from tensorcast_connector.wire import caller_messages, messages, plan_messages, store_messages
 from tensorcast_connector.wire.caller_messages import (
     AbortUpload,
+    Arrival,
     ArtifactList,
     ArtifactListed,
     ArtifactOpened,
+    AskArrival,
     CommitUpload,
     DeleteArtifact,
     EndLease,
@@ -23,6 +25,10 @@ from tensorcast_connector.wire.caller_messages import (
     ListSignals,
     MakeResident,
     MapArtifact,
+    MoveNames,
+    NameMove,
+    NamesMoved,
+    NameState,
     OpenArtifact,
     OpenLease,
     OpenMappedUpload,
@@ -31,6 +37,7 @@ from tensorcast_connector.wire.caller_messages import (
     SetName,
     SignalsListed,
     UploadOpened,
+    WaitName,
     WorkerListed,
     WriteUpload,
 )
@@ -73,20 +80,26 @@ from tests.strange import some
 # Rolling upgrades depend on it: a field may be added at the end and nothing else may change.
 LAYOUT: dict[str, tuple[Message, list[object]]] = {
     "OpenUpload": (OpenUpload(5), [5]),
-    "OpenMappedUpload": (OpenMappedUpload(5), [5]),
+    "OpenMappedUpload": (OpenMappedUpload(5, True), [5, True]),
     "UploadOpened": (UploadOpened("u"), ["u"]),
     "WriteUpload": (WriteUpload("u", 5, b"d"), ["u", 5, b"d"]),
-    "CommitUpload": (CommitUpload("u", b"h", "n", 7), ["u", b"h", "n", 7]),
+    "CommitUpload": (CommitUpload("u", b"h", "n", 7, {"k": "v"}), ["u", b"h", "n", 7, {"k": "v"}]),
     "AbortUpload": (AbortUpload("u"), ["u"]),
     "OpenArtifact": (OpenArtifact("n", 9), ["n", 9]),
     "ArtifactOpened": (
-        ArtifactOpened("a", b"h", 7, 1.5, ["n"], ["w/1"], 9), ["a", b"h", 7, 1.5, ["n"], ["w/1"], 9]),
+        ArtifactOpened("a", b"h", 7, 1.5, ["n"], ["w/1"], 9, {"k": "v"}), ["a", b"h", 7, 1.5, ["n"], ["w/1"], 9, {"k": "v"}]),
     "MapArtifact": (MapArtifact("a"), ["a"]),
     "MakeResident": (MakeResident("a"), ["a"]),
     "ListArtifacts": (ListArtifacts("p", 9), ["p", 9]),
     "ArtifactList": (
         ArtifactList([ArtifactListed("a", ["n"], 5, 2, 7, 1.5, ["w/1"])]), [[["a", ["n"], 5, 2, 7, 1.5, ["w/1"]]]]),
     "SetName": (SetName("n", "a"), ["n", "a"]),
+    "MoveNames": (MoveNames([NameMove("n", "a", "b")], ["a"]), [[["n", "a", "b"]], ["a"]]),
+    "NamesMoved": (NamesMoved(9), [9]),
+    "WaitName": (WaitName("n", "a", 5, 9, 7), ["n", "a", 5, 9, 7]),
+    "NameState": (NameState("a", 5, 9), ["a", 5, 9]),
+    "AskArrival": (AskArrival(["a"], "w"), [["a"], "w"]),
+    "Arrival": (Arrival([(1, 2)]), [[[1, 2]]]),
     "DeleteArtifact": (DeleteArtifact("a"), ["a"]),
     "OpenLease": (OpenLease(5), [5]),
     "LeaseOpened": (LeaseOpened(7), [7]),
@@ -184,12 +197,27 @@ def test_damaged_messages_are_one_line_or_another_message(union: str) -> None:
                     assert "\n" not in str(error)
 
 
+def test_what_has_no_metadata_is_read_as_before() -> None:
+    reply = msgspec.msgpack.Decoder(Reply)
+    former = msgspec.msgpack.encode(["ArtifactOpened", "a", b"h", 7, 1.5, ["n"], ["w/1"], 9])
+    assert decode(reply, former) == ArtifactOpened("a", b"h", 7, 1.5, ["n"], ["w/1"], 9, {})
+    former = msgspec.msgpack.encode(["CommitUpload", "u", b"h", "n", 7])
+    assert decode(msgspec.msgpack.Decoder(PeerRequest), former) == CommitUpload("u", b"h", "n", 7, {})
+
+
 def test_records_in_the_database_are_json_that_may_grow() -> None:
     stored = msgspec.json.encode(ArtifactRecord("a", 5, 2, 1.5, 7))
     assert msgspec.json.decode(stored) == {
         "artifact_id": "a", "bytes": 5, "tensors": 2, "created_unix_s": 1.5, "lease_id": 7,
     }  # fmt: skip
-    for record in (ArtifactRecord("a", 5, 2, 1.5, 7), NameRecord("a"), ReplicaRecord("a", "w/1", "memory", 5, True)):
+    described = ArtifactRecord("a", 5, 2, 1.5, 7, {"format": "pt"})
+    assert msgspec.json.decode(msgspec.json.encode(described))["metadata"] == {"format": "pt"}
+    for record in (
+        ArtifactRecord("a", 5, 2, 1.5, 7),
+        described,
+        NameRecord("a"),
+        ReplicaRecord("a", "w/1", "memory", 5, True),
+    ):
         grown = msgspec.json.decode(msgspec.json.encode(record)) | {"colour": "red"}
         assert msgspec.json.decode(msgspec.json.encode(grown), type=type(record)) == record
     former = {"artifact_id": "a", "worker_id": "w/1", "tier": "disk", "bytes": 9}

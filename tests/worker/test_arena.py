@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tensorcast_connector.errors import ConfigError
+from tensorcast_connector.net import mapping
 from tensorcast_connector.worker import arena as arena_module
 from tensorcast_connector.worker.arena import HEADROOM_BYTES, Arena, available_memory_bytes
 from tests.waiting import until_blocking
@@ -40,6 +41,21 @@ def test_it_is_allocated_ahead_slab_by_slab(monkeypatch: pytest.MonkeyPatch) -> 
     arena.allocate_rest(told.append)
     until_blocking(lambda: told == [2 * MIB, 3 * MIB - 4096])
     assert os.fstat(arena.descriptor).st_blocks * 512 == 3 * MIB - 4096
+    arena.close()
+
+
+@pytest.mark.parametrize("advice", [mapping._MADV_COLLAPSE, 4321])
+def test_an_engine_that_writes_to_it_first_waits_for_no_zeroing(monkeypatch: pytest.MonkeyPatch, advice: int) -> None:
+    """In huge pages, and in small ones where the kernel makes no others. Memory to be zeroed is a hole for the kernel."""
+    monkeypatch.setattr(mapping, "_MADV_COLLAPSE", advice)
+    monkeypatch.setattr(arena_module, "SLAB_BYTES", 4 * MIB)
+    arena = Arena(9 * MIB, PLENTY)
+    assert os.lseek(arena.descriptor, 0, os.SEEK_HOLE) == 4 * MIB
+    told: list[int] = []
+    arena.allocate_rest(told.append)
+    until_blocking(lambda: told == [8 * MIB, 9 * MIB])
+    assert os.lseek(arena.descriptor, 0, os.SEEK_HOLE) == 9 * MIB
+    assert os.fstat(arena.descriptor).st_blocks * 512 == 9 * MIB and not any(arena.view)
     arena.close()
 
 

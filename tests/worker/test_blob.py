@@ -34,6 +34,15 @@ def test_it_is_written_and_then_never_again(blob: Blob) -> None:
     private.close()
 
 
+def test_what_is_sealed_is_mapped_private(blob: Blob) -> None:
+    """Before Linux 6.7 a shared mapping of sealed memory is refused, also one to read."""
+    blob.seal()
+    modes = [
+        line.split()[1] for line in Path("/proc/self/maps").read_text().splitlines() if "tensorcast-artifact" in line
+    ]
+    assert modes == ["r--p"]
+
+
 def test_who_fills_it_cannot_change_its_size(blob: Blob) -> None:
     """This process would be killed when it touches memory that has been taken away."""
     for size in (0, 4999, 5001, 1 << 20):
@@ -125,3 +134,20 @@ def test_no_file_left_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "memfd_create", none_left)
     with pytest.raises(Exhausted, match="no memory for an artifact of 5 bytes: Too many open files; delete some"):
         Blob(5)
+
+
+def test_what_is_allocated_while_it_is_written_says_whether_it_all_was() -> None:
+    blob = Blob(3 << 20, allocated=False)
+    assert not blob.filled
+    os.pwrite(blob.descriptor, b"x" * (2 << 20), 0)
+    assert not blob.filled
+    os.pwrite(blob.descriptor, b"y" * (1 << 20), 2 << 20)
+    assert blob.filled
+    with pytest.raises(PermissionError):
+        os.ftruncate(blob.descriptor, 1)
+    blob.seal()
+    assert bytes(blob.view[(2 << 20) - 1 : (2 << 20) + 1]) == b"xy"
+    blob.close()
+    for each in (Blob(5000), Blob(0, allocated=False)):
+        assert each.filled
+        each.close()

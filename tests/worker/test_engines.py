@@ -5,10 +5,10 @@ import asyncio
 import pytest
 import xxhash
 
-from tensorcast_connector.config import WorkerConfig
 from tensorcast_connector.core.cluster import instance_key
 from tensorcast_connector.errors import ConfigError, Exhausted, ProtocolError, TensorcastError, Unavailable
 from tensorcast_connector.net.sockets import SocketNetwork
+from tensorcast_connector.settings import WorkerConfig
 from tensorcast_connector.testing.network import FakeNetwork
 from tensorcast_connector.types import page_key
 from tensorcast_connector.wire.messages import (
@@ -50,6 +50,15 @@ async def test_alone_and_without_a_store(cluster: Cluster) -> None:
     assert await engine.lookup([*KEYS, *hashes(2, 50)]) == (6, 6)
     assert await engine.load(KEYS) == 6
     assert worker.pages.statistics()["pages_held"] == 6
+
+
+async def test_a_worker_that_reaches_no_other_asks_nobody_where_pages_are(cluster: Cluster) -> None:
+    """So a lookup is answered at once, by no task and without a look into an index, also when pages are missing."""
+    worker, engine = await one(cluster)
+    await engine.save(KEYS)
+    assert await engine.lookup([*KEYS, *hashes(2, 50)]) == (6, 6)
+    assert await engine.lookup(hashes(2, 50)) == (0, 0)
+    assert repr(worker.peers.traffic.find_seconds) == "<Histogram of 0 values>"
 
 
 async def test_a_second_engine_finds_what_the_first_saved(cluster: Cluster) -> None:

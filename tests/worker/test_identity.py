@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tensorcast_connector.config import WorkerConfig
+from tensorcast_connector.settings import WorkerConfig
 from tensorcast_connector.wire.messages import GetSignals, Signals
 from tensorcast_connector.worker.server import Worker, start_worker
 from tests.cluster import Cluster, T, hashes, plane

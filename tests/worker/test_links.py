@@ -7,6 +7,8 @@ import pytest
 
 from tensorcast_connector.errors import DeadlineExceeded, Unavailable
 from tensorcast_connector.wire.messages import Ok, Ping
+from tensorcast_connector.wire.plan_messages import CancelOwnedPlan
+from tensorcast_connector.wire.store_messages import ReadRecords, WriteRecords
 from tensorcast_connector.worker import links
 from tensorcast_connector.worker.links import Lane, StepLanes
 from tests.cluster import Cluster
@@ -111,3 +113,48 @@ async def test_what_callers_ask_of_the_store_is_not_in_the_way_of_the_membership
     assert there is a.peers.lanes(b.worker_id) and there.client is not a.peers.client(b.worker_id)[0]
     await cluster.leave(b)
     await until(lambda: not a.peers._lanes and not there.client.connected)
+
+
+async def test_one_tenant_does_not_hold_up_another() -> None:
+    """However many requests of one wait, the other's next is served after one of them."""
+    lane = Lane(Client(), Client())  # type: ignore[arg-type]
+    order: list[str] = []
+
+    async def asks(tenant: str) -> None:
+        async with lane.turn(60, tenant):
+            order.append(tenant)
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(asks("much") for _ in range(20)), *(asks("little") for _ in range(3)))
+    assert order.index("little") <= 4 and [each for each in order[:10] if each == "little"] == ["little"] * 3
+    assert lane._room._free == 2 and not lane._room._waiting
+
+
+async def test_who_gives_up_while_it_waits_leaves_its_room_to_others() -> None:
+    room = links.FairRoom(1)
+    await room.acquire("a")
+    waiting = [asyncio.ensure_future(room.acquire(tenant)) for tenant in "aab"]
+    await asyncio.sleep(0)
+    waiting[0].cancel()  # before it is let in
+    await asyncio.sleep(0)
+    room.release()
+    waiting[1].cancel()  # after it was
+    await asyncio.gather(*waiting[:2], return_exceptions=True)
+    await asyncio.wait_for(waiting[2], 5)
+    room.release()
+    assert room._free == 1 and not room._waiting
+
+
+@pytest.mark.parametrize(
+    ("message", "tenant"),
+    [
+        (ReadRecords("cluster/artifacts/t/x/"), "t"),
+        (WriteRecords([("plans/t/k/", 0)], [], []), "t"),
+        (WriteRecords([], [("cluster/names/t/n", b"", 0)], []), "t"),
+        (CancelOwnedPlan("t/k"), "t"),
+        (ReadRecords("running/"), ""),
+        (Ping(), ""),
+    ],
+)
+def test_whose_a_request_is(message: Any, tenant: str) -> None:
+    assert links.whose(message) == tenant

@@ -54,11 +54,11 @@ def test_the_documented_process_metrics_are_those_of_the_library() -> None:
 
 @pytest.mark.slow
 async def test_a_worker_exports_what_is_documented(cluster: Cluster, serve: Serve) -> None:
-    (a, _), _ = await cluster.pair()
+    (a, _), _ = await cluster.pair(devices="host:0")
     a._sampler._signals.network = 0.5  # type: ignore[union-attr]  # no link of a test has a speed
     found = await scrape(await serve(a))
     assert found.labels(W + "info") == [
-        {"worker_id": a.worker_id, "roles": "basic,shard-home", "protocol": str(PROTOCOL_VERSION)},
+        {"worker_id": a.worker_id, "roles": "basic,gateway,shard-home", "protocol": str(PROTOCOL_VERSION)},
     ]
     check_documented(found, "Worker", W)
 

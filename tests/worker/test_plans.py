@@ -173,3 +173,53 @@ async def test_the_plan_of_a_gateway_that_was_killed_ends_with_nobody_waiting(
         record = decode_record((await session._link.call(question, PlanState)).record)
     assert record.owner == b.worker_id and record.state == DONE
     assert set(plans.engine_.begun) == {"default/k/0"}
+
+
+async def test_a_step_that_needs_nobody_is_done_without_a_task(plans: Plans) -> None:
+    """What it needs is here: a task would be most of what it costs. One that fails can be tried again."""
+    a, b = await plans.begin()
+    identity = await (await (await plans.session(a)).put(weights(), name="w")).id()
+    await until(lambda: ("default", identity) in b.peers.metadata.view.artifacts)
+
+    def begun(worker: Worker, step: int, operation: str, **arguments: Any) -> Any:
+        message = RunStep("default/k", "d", 1, step, operation, worker.worker_id, {"artifact": "w", **arguments}, "")
+        return worker.gateway.executor.run(message)
+
+    for step, arguments in enumerate(({"pin": "p", "ttl_s": 30.0}, {"pin": "p"}, {})):
+        with pytest.raises(StopIteration) as done:
+            begun(a, step, ("pin", "unpin", "prefetch")[step], **arguments).send(None)
+        assert done.value.value["artifact"] == identity
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="a pin of 0 seconds"):
+            begun(a, 3, "pin", pin="p", ttl_s=0).send(None)
+    assert await begun(a, 3, "pin", pin="p", ttl_s=1.0) and not a.gateway.executor._tasks
+    fetching = asyncio.ensure_future(begun(b, 0, "prefetch"))
+    await until(lambda: b.gateway.executor._tasks or fetching.done())
+    assert (await fetching)["artifact"] == identity and await begun(b, 0, "prefetch")
+
+
+async def test_steps_that_take_no_time_leave_the_loop_to_others(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, _ = await plans.begin()
+    session = await plans.session(a)
+    await session.put(weights(), name="w")
+    turns, seen, run, going = 0, set[int](), a.gateway.executor.run, True
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+        if going:
+            asyncio.get_running_loop().call_soon(turn)
+
+    async def ran(*what: Any) -> Any:
+        seen.add(turns)
+        return await run(*what)
+
+    monkeypatch.setattr(a.gateway.executor, "run", ran)
+    plan = session.plan()
+    for _ in range(60):
+        plan.on_worker("a").prefetch("w")
+    turn()
+    await plan.run(concurrency=1).result(10)
+    going = False
+    assert len(seen) == 60, "each step has a turn of the loop for itself"
+    await until(lambda: not a.gateway.plans._asks)

@@ -6,8 +6,10 @@ import pytest
 
 from tensorcast_connector.client.session import connect
 from tensorcast_connector.core.segments import Segments
-from tensorcast_connector.wire.messages import AttachInstance, Lookup, LookupResult, Ok
+from tensorcast_connector.types import page_key
+from tensorcast_connector.wire.messages import AttachInstance, Commit, Lookup, LookupResult, Ok, Reserve, Reserved
 from tensorcast_connector.worker.retention import Retention
+from tensorcast_connector.worker.server import Worker
 from tests.cluster import SPACE, Cluster, Engine, T, hashes
 from tests.waiting import until
 
@@ -19,10 +21,6 @@ class FakePages:
 
     def __init__(self) -> None:
         self.segments = Segments(1 << 20, 1 << 20, 4096)
-
-    @property
-    def born(self) -> int:
-        return self.segments.born
 
     def evict_older(self, born: int) -> None:
         self.segments.evict_older(born)
@@ -63,6 +61,43 @@ def test_nothing_goes_before_anything_is_old() -> None:
     assert pages.segments.resident(b"a")
 
 
+@pytest.mark.parametrize("cluster", ["loopback"], indirect=True)
+async def test_a_page_that_moves_between_workers_grows_old_all_the_same(cluster: Cluster) -> None:
+    workers, engines = await cluster.pair("a", "b", "c")
+    retentions = [Retention(each.pages, 100.0, cluster.now) for each in workers]
+
+    def look() -> None:
+        for each in retentions:
+            each.look()
+
+    look()
+    await engines[0].save(KEYS)
+    for number, worker in enumerate(workers[1:], 1):
+        cluster.pass_time(40)  # 40 s at a, then 40 s at b
+        look()
+        await engines[number].finds(KEYS[:4])
+        assert await engines[number].load(KEYS[:4]) == 4
+        await engines[number].release("h")
+        assert all(40 * number <= worker.pages.ages.age_of(page_key(SPACE, key)) < 40 * number + 20 for key in KEYS[:4])  # type: ignore[union-attr]
+        await engines[number - 1].release("l")
+        workers[number - 1].pages.evict_of({SPACE})  # it moves
+        await until(lambda left=number - 1: located_nowhere(cluster, workers[left]))
+    look()
+    assert len(workers[2].pages.inventory()) == 4
+    await engines[2].load(KEYS[:1], "held")
+    cluster.pass_time(25)
+    look()
+    assert len(workers[2].pages.inventory()) == 1, "it is in use"
+    await engines[2].release("held")
+    look()
+    assert not workers[2].pages.inventory() and not retentions[2]._carried
+
+
+def located_nowhere(cluster: Cluster, worker: Worker) -> bool:
+    """Whether no page is listed at that worker any more."""
+    return all(worker.worker_id not in cluster.listed(key) for key in KEYS)
+
+
 class OfTenant(Engine):
     """An engine whose connection has the name that the plugin gives it."""
 
@@ -100,6 +135,25 @@ async def test_the_pages_of_a_tenant_are_evicted_everywhere(pair: tuple[Cluster,
         assert (gone.evicted, gone.in_use) == (3, 0)
     await until(lambda: not at_a._worker.pages.inventory() and not at_b._worker.pages.inventory())
     cluster.check()
+
+
+async def test_pages_of_engines_without_a_tenant_are_the_default_ones(cluster: Cluster) -> None:
+    (a, _), (stranger, _) = await cluster.pair()
+    at_a = await engine(cluster, a, "i", "")
+    await at_a.asks(SPACE, KEYS)
+    await at_a.save(KEYS)
+    address = f"unix:{a.socket.path}"
+    async with await connect(address, tenant="t", network=cluster.network) as session:
+        gone = await session.forget_pages()
+        assert (gone.evicted, gone.nobodys) == (0, len(KEYS)), "they may be this tenant's: it is told"
+    async with await connect(address, network=cluster.network) as session:
+        gone = await session.forget_pages()
+        assert (gone.evicted, gone.nobodys) == (len(KEYS), 0)
+        await at_a.release("l")
+        await stranger.client.call(Reserve(b"n" * 16, KEYS[:2], 4096), Reserved, T)
+        await stranger.client.call(Commit(b"n" * 16, KEYS[:2], [0, 0]), Ok, T)
+        gone = await session.forget_pages()
+        assert (gone.evicted, gone.nobodys) == (0, 2), "no engine has said whose they are"
 
 
 @pytest.mark.parametrize("what", ["i", "m", "namespace of m"])

@@ -227,7 +227,7 @@ async def test_a_worker_answers_on_both_its_listeners(cluster: Cluster) -> None:
         here, there = [await ask(cluster, address) for address in (worker.socket, worker.address)]
         assert 0 <= here.age_s <= there.age_s < T
         assert replace_age(here) == replace_age(there)
-        assert here.worker_id == worker.worker_id and here.roles == ["basic", "shard-home"]
+        assert here.worker_id == worker.worker_id and here.roles == ["basic", "gateway", "shard-home"]
         assert here.shards == [shard for shard in range(cluster.shards) if cluster.at(shard) is worker]
         assert here.memory == 0 and here.queue == 0 and here.disk is None
         assert here.values["engines"] == 0, "a connection is no engine until it says so"

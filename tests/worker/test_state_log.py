@@ -8,7 +8,7 @@ import pytest
 
 from tensorcast_connector.config import CLAIM_RETRY_S, SHARDS_SETTLED_AFTER_S
 from tensorcast_connector.core.metadata import Metadata
-from tensorcast_connector.errors import Unavailable
+from tensorcast_connector.errors import DeadlineExceeded, Unavailable
 from tensorcast_connector.types import Token, WorkerId
 from tensorcast_connector.wire.store_messages import WorkerRecord
 from tensorcast_connector.worker import state_log
@@ -40,6 +40,12 @@ async def test_joined_shards_and_the_store_lost_and_back(
         await cluster.found_store()
         await until(lambda number=number: len(told(caplog, "store-back")) == 2 * number)
     assert all(line["store"] and line["error"] for line in told(caplog, "store-lost"))
+    for lost, back in zip(told(caplog, "store-lost"), told(caplog, "store-back"), strict=True):
+        assert (
+            lost["message"].startswith("the store cannot be reached: ")
+            and "reads and transfers go on" in lost["message"]
+        )
+        assert back["away_s"] >= 0 and "is back after" in back["message"]
     assert a.peers.statistics()["store_losses"] == 2
     assert len(told(caplog, "joined")) == 2, "nobody had to join again"
 
@@ -96,6 +102,21 @@ def test_only_one_long_absence_counts(caplog: pytest.LogCaptureFixture) -> None:
     assert told_at(2.7, False) == told_at(9.0, False) == ["peer-unreachable"]
     assert told_at(9.3, True) == told_at(12.0, True) == ["peer-unreachable", "peer-reachable"]
     assert told_at(13.0, False) == told_at(13.9, False) == ["peer-unreachable", "peer-reachable"]
+
+
+def test_what_callers_are_told_while_the_store_is_away() -> None:
+    worker = Holding()
+    worker.at(10.0)
+    said = worker.log.store_away(DeadlineExceeded("no answer"), 11.0)
+    assert str(said).startswith("the store cannot be reached (no answer); what is there can be read")
+    assert isinstance(said, DeadlineExceeded), "nobody knows whether it was done"
+    worker.metadata.member._lease_error = Unavailable("gone")
+    worker.at(20.0)
+    worker.at(50.0)
+    assert "cannot be reached for 42 s (x)" in str(worker.log.store_away(Unavailable("x"), 62.0))
+    worker.metadata.member._lease_error = None
+    worker.at(70.0)
+    assert "cannot be reached (x)" in str(worker.log.store_away(Unavailable("x"), 71.0))
 
 
 class Holding:

@@ -82,3 +82,39 @@ async def test_without_the_package_nothing_is_missing(monkeypatch: pytest.Monkey
     plan = session.plan()
     there = plan.on_worker("a").prefetch("w")
     assert (await plan.run().result(10))[there]["bytes"]
+
+
+class _Made:
+    """A proxy of a tracer, as the package gives it before there is a provider, which counts what it is asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.spans = 0
+        start = trace.ProxyTracer.start_span
+
+        def counted(proxy: object, *args: object, **named: object) -> object:
+            self.spans += 1
+            return start(proxy, *args, **named)
+
+        monkeypatch.setattr(trace.ProxyTracer, "start_span", counted)
+        monkeypatch.setattr(tracing.trace, "_TRACER_PROVIDER", None)
+
+
+async def test_nothing_is_made_before_a_provider_is_set_up_and_spans_are_from_then_on(
+    monkeypatch: pytest.MonkeyPatch, plans: Plans
+) -> None:
+    made = _Made(monkeypatch)
+    a, _ = await plans.begin()
+    session = await plans.session(a)
+    await session.put(weights(), name="w")
+    for provider in (None, sdk.TracerProvider()):
+        if provider is not None:
+            exporter = memory.InMemorySpanExporter()
+            provider.add_span_processor(export.SimpleSpanProcessor(exporter))
+            monkeypatch.setattr(tracing.trace, "_TRACER_PROVIDER", provider)
+        plan = session.plan()
+        plan.on_worker("a").prefetch("w")
+        await plan.run().result(10)
+        if provider is None:
+            assert made.spans == 0
+    assert {each.name for each in exporter.get_finished_spans()} == {"tensorcast.plan", "tensorcast.prefetch"}
+    provider.shutdown()

@@ -11,6 +11,7 @@ import functools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -28,12 +29,15 @@ from tensorcast_connector.config import SAVE_BACKLOG_BLOCKS_MAX, parse_address
 from tensorcast_connector.engines.device import copier_for
 from tensorcast_connector.engines.options import ConnectorConfig
 from tensorcast_connector.engines.vllm.jobs import StepJobs
-from tensorcast_connector.engines.vllm.metadata import SavesDone, StepMetadata
+from tensorcast_connector.engines.vllm.logs import log_with_vllm
+from tensorcast_connector.engines.vllm.metadata import RankReport, StepMetadata
 from tensorcast_connector.engines.vllm.metrics import PoolMetrics, PoolStats
-from tensorcast_connector.engines.vllm.namespace import epoch_of_weights, keyspaces, private_epoch, why_not_shared
+from tensorcast_connector.engines.vllm.namespace import epoch_of_weights, keyspaces, why_not_shared
 from tensorcast_connector.engines.vllm.plugin import check_transfer_config
 from tensorcast_connector.engines.vllm.scheduler_side import SchedulerSide
+from tensorcast_connector.engines.vllm.weights_state import UNKNOWN, WeightsReport, weights_state
 from tensorcast_connector.engines.vllm.worker_side import WorkerSide, ranks_of
+from tensorcast_connector.engines.weights_epoch import private_epoch
 from tensorcast_connector.errors import ConfigError
 from tensorcast_connector.net.sockets import SocketNetwork
 from tensorcast_connector.wire.messages import (
@@ -46,16 +50,7 @@ logger = logging.getLogger(__name__)
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
-def _log_with_vllm() -> None:
-    """vLLM configures its own loggers only; ours speak through the same handlers, at the same level."""
-    ours, theirs = logging.getLogger("tensorcast_connector"), logging.getLogger("vllm")
-    if not ours.handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.getEffectiveLevel())
-        ours.propagate = not ours.handlers
-
-
-_log_with_vllm()
+log_with_vllm()
 
 
 def _harmless(default: Any) -> Callable[[Hook], Hook]:
@@ -90,6 +85,9 @@ class _BlockPoolPins:
     def unpin(self, block_ids: Sequence[int]) -> None:
         # Last first, as vLLM frees a request: the head of a prompt is the part most worth keeping.
         self._pool.free_blocks([self._pool.blocks[each] for each in reversed(block_ids)])
+
+    def caching(self) -> bool:
+        return len(self._pool.cached_block_hash_to_block) > 0
 
 
 class TensorcastConnector(KVConnectorBase_V1, SupportsHMA):
@@ -126,7 +124,7 @@ class TensorcastConnector(KVConnectorBase_V1, SupportsHMA):
             from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
             rank = get_pp_group().rank_in_group * get_tp_group().world_size + get_tp_group().rank_in_group
-            self._rank = WorkerSide(self._attachment, rank)
+            self._rank = WorkerSide(self._attachment, rank, weights_state(vllm_config.instance_id))
 
     def _start_scheduler_side(self) -> None:
         assert self._attachment is not None
@@ -220,17 +218,29 @@ class TensorcastConnector(KVConnectorBase_V1, SupportsHMA):
             return StepMetadata()
         state = scheduler_output.kv_connector_block_state
         tokens = scheduler_output.num_scheduled_tokens
-        return StepMetadata(self._scheduler.step(tokens, lambda each: (state.get_block_ids(each) or ([],))[0]))
+        jobs = self._scheduler.step(tokens, lambda each: (state.get_block_ids(each) or ([],))[0])
+        return StepMetadata(jobs, self._scheduler.asks_weights)
 
     @_harmless(None)
     def update_connector_output(self, connector_output: Any) -> None:
         """vLLM: what the ranks report."""
         if self._scheduler is None:
             return
-        done = connector_output.kv_connector_worker_meta
-        if isinstance(done, SavesDone):
-            self._scheduler.saves_done(done.counts)
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, RankReport):
+            self._scheduler.saves_done(report.saved)
+            if report.weights:
+                self._hear_weights(report.weights)
         self._scheduler.loads_finished(connector_output.finished_recving or ())
+
+    def _hear_weights(self, reports: Counter[WeightsReport]) -> None:
+        assert self._scheduler is not None
+        identity = self._scheduler.weights_heard(reports)
+        with self._epoch_lock:
+            self._was_reset = self._was_reset or any(report.changes for report in reports)
+            if identity is not None:
+                self._new_epoch = private_epoch() if identity == UNKNOWN else f"weights:{identity}"
+        self._take_epoch()
 
     @_harmless((False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
@@ -254,12 +264,16 @@ class TensorcastConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.blocks_pinned > 0
 
     def reset_cache(self) -> bool | None:
-        """vLLM: cached KV is void (new weights, sleep): a new private epoch; other engines' pages stay as they are."""
+        """vLLM: cached KV is void (new weights, sleep): a new private epoch; other engines' pages stay as they are.
+
+        It ends when the ranks say that they have been given weights that have an identity since.
+        """
         if self._scheduler is not None:
             with self._epoch_lock:
                 self._was_reset = True
                 self._new_epoch = private_epoch()
             self._take_epoch()
+            self._scheduler.reset()
         return True
 
     # --- ranks ---
@@ -306,9 +320,15 @@ class TensorcastConnector(KVConnectorBase_V1, SupportsHMA):
         return self._rank.take_failed_blocks() if self._rank is not None else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """vLLM: which saves have ended."""
-        saved = self._rank.take_saved() if self._rank is not None else None
-        return SavesDone(saved) if saved else None
+        """vLLM: which saves have ended, and which weights this rank has."""
+        if self._rank is None:
+            return None
+        metadata = self._get_connector_metadata() if self.has_connector_metadata() else None
+        asked = isinstance(metadata, StepMetadata) and metadata.ask_weights
+        saved, weights = self._rank.take_saved(), self._rank.take_weights(asked)
+        if not saved and weights is None:
+            return None
+        return RankReport(saved, Counter() if weights is None else Counter([weights]))
 
     def get_kv_connector_stats(self) -> PoolStats | None:
         """vLLM: what to count."""

@@ -2,14 +2,13 @@
 
 import json
 import logging
-import secrets
 from pathlib import Path
 from typing import Any
 
 from tensorcast_connector.config import default_cache_dir
 from tensorcast_connector.core.identity import keyspace, namespace_digest
 from tensorcast_connector.engines.options import ConnectorConfig
-from tensorcast_connector.engines.weights_epoch import weights_epoch
+from tensorcast_connector.engines.weights_epoch import hub_snapshot, private_epoch, weights_epoch
 from tensorcast_connector.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -54,29 +53,18 @@ def epoch_of_weights(vllm_config: Any, config: ConnectorConfig) -> str:
     if config.weight_version:
         return f"declared:{config.weight_version}"
     try:
-        if vllm_config.load_config.load_format == "dummy":
+        load = vllm_config.load_config
+        if load.load_format == "dummy":
             raise ConfigError("load_format is dummy, so the weights are random")
+        if load.load_format == "tensorcast" and (source := load.model_loader_extra_config.get("source")):
+            raise ConfigError(f"the weights come from {source!r}, and {model.model} does not say which those are")
         folder = Path(model.model)
         if not folder.is_dir():
-            folder = _hub_snapshot(model.model, model.revision)
+            folder = hub_snapshot(model.model, model.revision)
         return weights_epoch(folder, default_cache_dir(), lambda name: logger.info("digesting %s once", name))
     except ConfigError as error:
         logger.warning("%s; pages are shared with nobody (declare weight_version to share them)", error)
         return private_epoch()
-
-
-def private_epoch() -> str:
-    """An epoch that nobody else has."""
-    return f"private:{secrets.token_hex(16)}"
-
-
-def _hub_snapshot(model: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except Exception as error:
-        raise ConfigError(f"the files of {model} were not found on this host") from error
 
 
 def facts(vllm_config: Any, kv_cache_config: Any, epoch: str, tenant: str) -> dict[str, Any]:

@@ -1,18 +1,19 @@
-"""Entry point `vllm.general_plugins`: makes TensorcastConnector known to vLLM.
+"""Entry point `vllm.general_plugins`: makes TensorcastConnector, `--load-format tensorcast` and weight updates known to vLLM.
 
 Runs in the API server, the engine core and every worker process of every vLLM that starts in this environment, so it must
 be cheap, idempotent, and harmless to engines that do not use us.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tensorcast_connector.engines.command_line import LOAD_FORMAT, check_loader, given_json
 from tensorcast_connector.engines.options import ConnectorConfig
 from tensorcast_connector.errors import ConfigError
 
 NAME = "TensorcastConnector"
+WEIGHT_TRANSFER = "tensorcast"
 
 
 def check_transfer_config(config: dict[str, Any]) -> ConnectorConfig | None:
@@ -36,28 +37,21 @@ def check_transfer_config(config: dict[str, Any]) -> ConnectorConfig | None:
 
 
 def check_command_line(argv: Sequence[str]) -> None:
-    """Checks `--kv-transfer-config JSON` in the process that the user started.
+    """Checks `--kv-transfer-config JSON` and `--model-loader-extra-config JSON` in the process that the user started.
 
     Later, inside the engine's processes, a mistake would surface below pages of tracebacks.
 
     Raises:
         ConfigError: it is ours and wrong.
     """
-    for index, word in enumerate(argv):
-        flag, equals, value = word.replace("_", "-", 2).partition("=") if word.startswith("--kv") else ("", "", "")
-        if flag != "--kv-transfer-config":
-            continue
-        text = word.partition("=")[2] if equals else (argv[index + 1] if index + 1 < len(argv) else "")
-        try:
-            config = json.loads(text or value)
-        except ValueError:
-            return  # vLLM says what is wrong with it
+    for config in given_json(argv, "--kv-transfer-config"):
         if isinstance(config, dict):
             check_transfer_config(config)
+    check_loader(argv)
 
 
 def register() -> None:
-    """Registers the connector; called by vLLM."""
+    """Registers the connector, the loader and the weight transfer engine; called by vLLM."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if NAME not in KVConnectorFactory._registry:
@@ -66,3 +60,25 @@ def register() -> None:
         check_command_line(sys.argv)
     except ConfigError as error:
         sys.exit(f"tensorcast: {error}")
+    register_loader()
+    register_weight_transfer()
+
+
+def register_loader() -> None:
+    """Registers the loader; again does nothing."""
+    from vllm.model_executor import model_loader
+
+    if LOAD_FORMAT not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
+        from tensorcast_connector.engines.vllm.loader import TensorcastModelLoader
+
+        model_loader._LOAD_FORMAT_TO_MODEL_LOADER[LOAD_FORMAT] = TensorcastModelLoader
+
+
+def register_weight_transfer() -> None:
+    """Registers `--weight-transfer-config '{"backend": "tensorcast"}'`; again does nothing."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if WEIGHT_TRANSFER not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            WEIGHT_TRANSFER, "tensorcast_connector.engines.vllm.weight_transfer", "TensorcastWeightTransferEngine"
+        )

@@ -7,7 +7,7 @@ passed in, so the whole side runs in a test without an engine.
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from tensorcast_connector.config import INSTANCE_REPORT_INTERVAL_S, SAVE_BACKLOG_BLOCKS_MAX
 from tensorcast_connector.engines.options import ConnectorConfig
 from tensorcast_connector.engines.vllm.jobs import LoadJob, SaveJob, StepJobs
+from tensorcast_connector.engines.vllm.weights_state import CHANGING, WeightsReport
 from tensorcast_connector.wire.messages import (
     LookupResult,
 )
@@ -55,6 +56,9 @@ class BlockPins(Protocol):
     def unpin(self, block_ids: Sequence[int]) -> None:
         """Ends that."""
 
+    def caching(self) -> bool:
+        """Whether the engine's own prefix cache holds anything."""
+
 
 @dataclass(slots=True)
 class _Tracked:
@@ -65,6 +69,8 @@ class _Tracked:
     epoch: int
     may_load: bool
     may_save: bool
+    deferred: bool  # arrived before it was known which weights the ranks have: it is looked up once they have said
+    deferred_until_s: float = math.inf
     lookup: "Future[LookupResult] | None" = None
     lookup_started_s: float = 0.0
     looked_up_for: int = -1  # the preemption count at which the last lookup began
@@ -110,6 +116,10 @@ class SchedulerSide:
         self._hold_ids = itertools.count()
         self._keyspaces: list[bytes] | None = None
         self._epoch = 0
+        self._weights = WeightsReport()  # of all ranks, as last heard
+        self._asking = False
+        self._deferring = False  # after a reset new requests wait for the ranks' answer
+        self._local_stale = False  # the engine's own cache holds blocks of former weights
         self._report_at_s = 0.0
         self.counters = {"lookups": 0, "lookups_late": 0, "hits": 0, "tokens_matched": 0, "save_jobs": 0}
 
@@ -122,6 +132,37 @@ class SchedulerSide:
         """Where pages live from now on, one keyspace per rank; None: nothing is shared. Requests alive now save nothing more."""
         self._epoch += 1
         self._keyspaces = keyspaces
+
+    def reset(self) -> None:
+        """The engine has emptied its own cache, mostly since its weights will change: the ranks are asked which they have."""
+        self._asking = self._deferring = True
+        self._local_stale = self._local_stale and self._caching()
+
+    def weights_heard(self, reports: Mapping[WeightsReport, int]) -> str | None:
+        """Ranks say which weights they have: the identity of new ones if all have the same, else None.
+
+        While some rank has others than were known nothing is shared; the ranks refuse what was planned until then.
+        """
+        report, count = next(iter(reports.items()))
+        if len(reports) == 1 and count == self._ranks and report.identity != CHANGING:
+            self._asking = self._deferring = False
+            if report == self._weights:
+                return None
+            self._weights = report
+            self._local_stale = self._local_stale or self._caching()
+            return report.identity
+        self._asking = True
+        if any(each != self._weights for each in reports) and self._keyspaces is not None:
+            self.use_keyspaces(None)
+        return None
+
+    @property
+    def asks_weights(self) -> bool:
+        """Whether the ranks are to say which weights they have."""
+        return self._asking
+
+    def _caching(self) -> bool:
+        return self._pins is None or self._pins.caching()
 
     def bind_pins(self, pins: BlockPins) -> None:
         """The engine's block pool exists now."""
@@ -138,9 +179,10 @@ class SchedulerSide:
             request, f"{next(self._hold_ids)}:{request.request_id}", self._epoch,
             may_load=self._loads and plain and not request.skip_reading_prefix_cache and not params.get(SKIP_LOAD),
             may_save=self._saves and plain and not params.get(SKIP_SAVE),
+            deferred=self._deferring,
         )  # fmt: skip
         self._tracked[request.request_id] = tracked
-        if tracked.may_load:
+        if tracked.may_load and not tracked.deferred:
             self._start_lookup(tracked)
 
     def _start_lookup(self, tracked: _Tracked) -> None:
@@ -155,7 +197,17 @@ class SchedulerSide:
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """vLLM's get_num_new_matched_tokens: None while the lookup is under way, 0 once it is late."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or not tracked.may_load:
+        if tracked is None:
+            return 0, False
+        if tracked.deferred:
+            tracked.deferred_until_s = min(tracked.deferred_until_s, self._now() + self._config.lookup_deadline_s)
+            if self._deferring and self._now() < tracked.deferred_until_s:
+                return None, False
+            self._deferring = tracked.deferred = False
+            tracked.epoch = self._epoch  # nothing of it has been computed
+        if computed_tokens and self._local_stale:
+            tracked.may_save = False
+        if not tracked.may_load:
             return 0, False
         if tracked.lookup is None and tracked.looked_up_for != request.num_preemptions:
             self._start_lookup(tracked)
@@ -196,7 +248,11 @@ class SchedulerSide:
         start = tracked.matched_from
         end = start + external_tokens // self._block_tokens
         hashes = [bytes(each) for each in request.block_hashes[start:end]]
-        self._new_loads.append(LoadJob(request.request_id, self._keyspaces or [], list(block_ids[start:end]), hashes))
+        self._new_loads.append(
+            LoadJob(
+                request.request_id, self._keyspaces or [], list(block_ids[start:end]), hashes, self._weights.changes
+            )
+        )
         self.counters["hits"] += 1
         self.counters["tokens_matched"] += external_tokens
         # The hold stays until the load has finished; the lookup itself is used up.
@@ -248,9 +304,8 @@ class SchedulerSide:
             return None
         assert self._pins is not None and self._keyspaces is not None
         self._pins.pin(block_ids)
-        job = SaveJob(
-            next(self._job_ids), self._keyspaces, block_ids, [bytes(x) for x in request.block_hashes[start:full]]
-        )
+        hashes = [bytes(each) for each in request.block_hashes[start:full]]
+        job = SaveJob(next(self._job_ids), self._keyspaces, block_ids, hashes, self._weights.changes)
         self._saving[job.job_id] = (block_ids, self._ranks)
         self.counters["save_jobs"] += 1
         tracked.saved_blocks = full

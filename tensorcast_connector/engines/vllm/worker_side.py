@@ -13,6 +13,7 @@ import xxhash
 from tensorcast_connector.client.attachment import Mapping
 from tensorcast_connector.engines.device import PageCopier
 from tensorcast_connector.engines.vllm.jobs import LoadJob, SaveJob
+from tensorcast_connector.engines.vllm.weights_state import WeightsReport, WeightsState
 from tensorcast_connector.errors import TensorcastError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -59,17 +60,20 @@ class WorkerSide:
     """See the module.
 
     Results are kept under one lock until the engine asks for them; a job always ends, so a request never waits for one.
+    A job that was planned under other weights than those of `weights` copies nothing.
     """
 
-    def __init__(self, worker: Worker, rank: int) -> None:
+    def __init__(self, worker: Worker, rank: int, weights: WeightsState) -> None:
         self._worker = worker
         self._rank = rank
+        self._weights = weights
+        self._told = weights.report
         self._copier: PageCopier | None = None
         self._loading = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="tensorcast-load")
         self._saving = ThreadPoolExecutor(1, thread_name_prefix="tensorcast-save")
         self._lock = threading.Lock()
         self._parts: dict[str, int] = {}
-        self._received: set[str] = set()
+        self._received: list[LoadJob] = []
         self._failed_blocks: set[int] = set()
         self._saved: Counter[int] = Counter()
         self._counts = Counter[str]()
@@ -96,6 +100,7 @@ class WorkerSide:
         loaded = 0
         hold_id = f"load:{job.request_id}:{start}"
         try:
+            self._check_weights(job)
             loaded = self._copy_in(hold_id, job.keyspaces[self._rank], job.block_hashes[start:end], block_ids)
         except TensorcastError as error:
             logger.info("loading for %s: %s; computing instead", job.request_id, error)
@@ -110,7 +115,7 @@ class WorkerSide:
                 self._parts[job.request_id] -= 1
                 if not self._parts[job.request_id]:
                     del self._parts[job.request_id]
-                    self._received.add(job.request_id)
+                    self._received.append(job)
 
     def _copy_in(self, hold_id: str, keyspace: bytes, hashes: Sequence[bytes], block_ids: Sequence[int]) -> int:
         copier = self._copier
@@ -129,10 +134,16 @@ class WorkerSide:
         return len(pages)
 
     def take_received(self) -> set[str]:
-        """Requests whose loads have ended since the last call."""
+        """Requests whose loads have ended since the last call. Called between forward passes.
+
+        Weights do not change before the next pass: what was loaded for others until now is computed.
+        """
         with self._lock:
-            received, self._received = self._received, set()
-            return received
+            received, self._received = self._received, []
+            for job in received:
+                if not self._weights.serves(job.changes):
+                    self._failed_blocks.update(job.block_ids)
+            return {job.request_id for job in received}
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks that were not loaded, no later than their request is reported."""
@@ -150,6 +161,7 @@ class WorkerSide:
     def _save(self, job: SaveJob) -> None:
         saved = 0
         try:
+            self._check_weights(job)
             saved = self._copy_out(job.keyspaces[self._rank], job)
         except TensorcastError as error:
             logger.debug("saving %d blocks: %s", len(job.block_ids), error)
@@ -174,6 +186,7 @@ class WorkerSide:
                     with self._worker.writing(mapping):
                         copier.save(block_id, slot)
                     digests.append(xxhash.xxh3_64_intdigest(slot))
+            self._check_weights(job)
         except BaseException:
             self._worker.abort(keyspace, reserved)
             raise
@@ -186,6 +199,18 @@ class WorkerSide:
         with self._lock:
             saved, self._saved = self._saved, Counter()
             return saved
+
+    def _check_weights(self, job: LoadJob | SaveJob) -> None:
+        if not self._weights.serves(job.changes):
+            raise Unavailable("the weights have changed since this was planned")
+
+    def take_weights(self, asked: bool) -> WeightsReport | None:
+        """What weights this rank has, if they have changed since the last call or somebody asks."""
+        report = self._weights.report
+        if report == self._told and not asked:
+            return None
+        self._told = report
+        return report
 
     def take_report(self) -> dict[str, int]:
         """What to count: pages since the last call, and whether there is a worker if that has changed; empty: nothing."""

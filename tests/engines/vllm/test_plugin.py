@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tensorcast_connector.engines.options import LoaderConfig
 from tensorcast_connector.engines.vllm.plugin import check_command_line, check_transfer_config
 from tensorcast_connector.errors import ConfigError
 
@@ -74,3 +75,37 @@ def test_the_command_line_of_others_is_none_of_our_business() -> None:
     check_command_line(["vllm", "serve", "M", "--kv-transfer-config", "{not json"])
     check_command_line(["vllm", "serve", "M", "--kv-transfer-config", '{"kv_connector": "NixlConnector"}'])
     check_command_line(["vllm", "serve", "M", "--kv-transfer-config", json.dumps(GOOD)])
+
+
+def test_options_of_the_loader() -> None:
+    assert LoaderConfig.from_extra({}) == LoaderConfig()
+    given = {"worker": "unix:/run/w.sock", "tenant": "blue", "source": "policy:7", "publish": False, "threads": 4}
+    config = LoaderConfig.from_extra({**given, "weight_version": "7"})
+    assert (config.source, config.publish, config.threads, config.weight_version) == ("policy:7", False, 4, "7")
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"woker": "unix:/w"}, ["unknown key 'woker'", "did you mean 'worker'"]),
+        ({"zzz": 1}, ["unknown key 'zzz'", "known keys", "publish"]),
+        ({"worker": "127.0.0.1:9"}, ["worker", "Unix socket"]),
+        ({"worker": 7}, ["worker=7", "str"]),
+        ({"publish": 1}, ["publish=1", "bool"]),
+        ({"threads": 0}, ["threads=0", "from 1"]),
+        ({"threads": True}, ["threads=True", "int"]),
+        ({"source": "policy"}, ["source='policy'", "worker"]),
+        ({"worker": "unix:/w", "tenant": "a/b"}, ["tenant", "slash"]),
+        ([1], ["JSON object"]),
+    ],
+)
+@pytest.mark.parametrize("spelling", ["--model-loader-extra-config", "--model_loader_extra_config"])
+def test_wrong_ones_are_one_line_on_the_command_line_too(extra: object, words: list[str], spelling: str) -> None:
+    argv = ["vllm", "serve", "M", "--load-format", "tensorcast", f"{spelling}={json.dumps(extra)}"]
+    for check in (lambda: LoaderConfig.from_extra(extra), lambda: check_command_line(argv)):
+        with pytest.raises(ConfigError) as caught:
+            check()
+        assert "\n" not in str(caught.value)
+        for word in ["model_loader_extra_config", *words]:
+            assert word in str(caught.value)
+    check_command_line([*argv[:4], "runai_streamer", *argv[5:]])

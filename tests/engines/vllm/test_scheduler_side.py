@@ -58,12 +58,16 @@ class FakeWorker:
 class FakePins:
     def __init__(self) -> None:
         self.pinned: list[int] = []
+        self.cached = False
 
     def pin(self, block_ids: Sequence[int]) -> None:
         self.pinned += block_ids
 
     def usage(self) -> float:
         return 0.25
+
+    def caching(self) -> bool:
+        return self.cached
 
     def unpin(self, block_ids: Sequence[int]) -> None:
         for each in block_ids:

@@ -9,6 +9,7 @@ import xxhash
 
 from tensorcast_connector.client.attachment import Mapping
 from tensorcast_connector.engines.vllm.jobs import LoadJob, SaveJob
+from tensorcast_connector.engines.vllm.weights_state import UNKNOWN, WeightsReport, WeightsState
 from tensorcast_connector.engines.vllm.worker_side import LOAD_PAGES_PER_PART, WorkerSide
 from tensorcast_connector.errors import Unavailable
 
@@ -93,8 +94,13 @@ def worker() -> FakeWorker:
 
 
 @pytest.fixture
-def side(worker: FakeWorker) -> "WorkerSide":
-    side = WorkerSide(worker, rank=1)
+def weights() -> WeightsState:
+    return WeightsState()
+
+
+@pytest.fixture
+def side(worker: FakeWorker, weights: WeightsState) -> Iterator[WorkerSide]:
+    side = WorkerSide(worker, rank=1, weights=weights)
     side.use(FakeCopier())
     yield side
     side.close()
@@ -218,7 +224,84 @@ def test_a_report_says_what_is_new(side: WorkerSide, worker: FakeWorker) -> None
 
 
 def test_without_a_kv_cache_everything_fails_softly(worker: FakeWorker) -> None:
-    side = WorkerSide(worker, rank=0)
+    side = WorkerSide(worker, rank=0, weights=WeightsState())
     assert load(side, LoadJob("r", [b"0" * 16], [1], hashes(1))) == {1}
     save(side, SaveJob(1, [b"0" * 16], [1], hashes(1)))
     side.close()
+
+
+# --- weights that change ---
+
+
+def test_what_was_planned_under_former_weights_is_neither_loaded_nor_saved(
+    side: WorkerSide, worker: FakeWorker, weights: WeightsState
+) -> None:
+    spaces = [b"0" * 16] * 2
+    save(side, SaveJob(1, spaces, [0, 1], hashes(2)))
+    weights.begin()
+    for end in (lambda: None, lambda: weights.end("b")):  # while they change, and afterwards
+        end()
+        assert load(side, LoadJob("r", spaces, [10, 11], hashes(2))) == {10, 11}
+        save(side, SaveJob(2, spaces, [2, 3, 4], hashes(4)[1:]))
+        assert len(worker.pages) == 2, "dropped before bytes are copied"
+    copier = side._copier
+    assert isinstance(copier, FakeCopier) and copier.blocks == {}
+    assert load(side, LoadJob("s", spaces, [10, 11], hashes(2), changes=1)) == set()
+    save(side, SaveJob(3, spaces, [3], hashes(3)[2:], changes=1))
+    assert len(worker.committed) == 3
+
+
+def test_nothing_is_loaded_or_saved_while_weights_change(
+    side: WorkerSide, worker: FakeWorker, weights: WeightsState
+) -> None:
+    spaces = [b"0" * 16] * 2
+    save(side, SaveJob(1, spaces, [0, 1], hashes(2)))
+    weights.begin()
+    assert load(side, LoadJob("r", spaces, [10, 11], hashes(2), changes=1)) == {10, 11}
+    save(side, SaveJob(2, spaces, [2], hashes(3)[2:], changes=1))
+    assert len(worker.committed) == 2
+
+
+def test_a_save_under_way_when_weights_change_is_not_committed(
+    side: WorkerSide, worker: FakeWorker, weights: WeightsState
+) -> None:
+    copier = side._copier
+    assert isinstance(copier, FakeCopier)
+    save_one = copier.save
+
+    def save_and_change(block_id: int, page: memoryview) -> None:
+        save_one(block_id, page)
+        if block_id == 4:
+            weights.begin()
+            weights.end("b")
+
+    copier.save = save_and_change  # type: ignore[method-assign]
+    save(side, SaveJob(1, [b"0" * 16] * 2, [3, 4, 5], hashes(3)))
+    assert worker.committed == {} and worker.aborted == hashes(3)
+
+
+def test_what_was_loaded_just_before_weights_changed_is_computed_as_a_whole(
+    side: WorkerSide, worker: FakeWorker, weights: WeightsState
+) -> None:
+    spaces = [b"0" * 16] * 2
+    save(side, SaveJob(1, spaces, [0, 1, 2], hashes(3)))
+    side.start_loads([LoadJob("r", spaces, [10, 11, 12], hashes(3))])
+    until(lambda: bool(side._received))
+    weights.begin()
+    weights.end("b")
+    assert side.take_received() == {"r"}
+    assert side.take_failed_blocks() == {10, 11, 12}
+
+
+def test_a_rank_tells_its_weights_when_they_have_changed_and_when_asked(
+    side: WorkerSide, weights: WeightsState
+) -> None:
+    assert side.take_weights(asked=False) is None
+    assert side.take_weights(asked=True) == WeightsReport()
+    weights.begin()
+    weights.end("b")
+    assert side.take_weights(asked=False) == WeightsReport(1, "b")
+    assert side.take_weights(asked=False) is None
+    weights.begin()
+    weights.end(UNKNOWN)
+    assert side.take_weights(asked=False) == WeightsReport(2, UNKNOWN)

@@ -133,6 +133,20 @@ async def test_never_twice_on_one_instance(engines, route):
     assert len(engine.requests) == 1
 
 
+@pytest.mark.parametrize("code", [429, 502, 503])
+async def test_not_even_a_session_is_tried_twice_where_it_is_at_home(engines, route, code):
+    """All that a policy knows speaks for the instance that has just failed."""
+    one, other = await engines(2)
+    router = await route(one, other, health_interval_s=60, breaker_failures_min=0)
+    home = (await router.chat("question " * 500)).headers["x-smetric-instance"]
+    failing, spare = (one, other) if home == one.url else (other, one)
+    failing.behaviour = status(code)
+    failing.requests.clear()
+    answer = await router.chat("question " * 500, "answer", "next")
+    assert (answer.status, answer.headers["x-smetric-instance"]) == (200, spare.url)
+    assert len(failing.requests) == 1
+
+
 async def test_a_broken_stream_ends_with_an_error_event(engines, route):
     one, other = await engines(2)
     router = await route(one, other)

@@ -4,7 +4,6 @@ import asyncio
 import errno
 
 import pytest
-from aiohttp import connector
 
 from ..conftest import until
 
@@ -94,16 +93,17 @@ async def test_an_odd_answer_is_a_bad_gateway(route, odd):
 async def test_out_of_descriptors_is_nobody_elses_fault(engines, route, monkeypatch, number):
     (engine,) = await engines()
     router = await route(engine, upstream_keepalive_s=0.1, models_interval_s=0.05)
-    connect = connector.aiohappyeyeballs.start_connection
+    loop = asyncio.get_running_loop()
+    connect = loop.create_connection
     failed = []
 
-    async def start_connection(addr_infos, **options):
-        if addr_infos[0][4][1] != engine.port:
-            return await connect(addr_infos, **options)
+    async def create_connection(protocol, host=None, port=None, **options):
+        if port != engine.port:
+            return await connect(protocol, host, port, **options)
         failed.append(number)
         raise OSError(number, "none left")
 
-    monkeypatch.setattr(connector.aiohappyeyeballs, "start_connection", start_connection)
+    monkeypatch.setattr(loop, "create_connection", create_connection)
     # By then the idle connections are closed.
     await until(lambda: len(failed) > 2)
     answer = await router.chat("x")

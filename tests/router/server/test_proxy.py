@@ -1,10 +1,14 @@
 """The proxy path over real sockets: what is passed on, unchanged, and what is added."""
 
 import asyncio
+import io
+import json
 
 import aiohttp
 import pytest
 from aiohttp import web
+
+from smetric_router.policies.registry import POLICIES
 
 from ..conftest import until
 from ..fake_engine import send_event, start_stream, status
@@ -39,6 +43,46 @@ async def test_body_and_headers_are_passed_on_as_they_are(engines, route):
     assert got[b"x-own"] == "J\u00fcrgen".encode()
     assert got[b"host"] == engine.url.removeprefix("http://").encode()
     assert not {b"x-hop", b"te", b"keep-alive", b"proxy-authorization", b"transfer-encoding"} & got.keys()
+
+
+async def test_whatever_an_engine_understands_is_passed_on_and_its_conversation_stays(engines, route):
+    both = await engines(2)
+    router = await route(*both)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "iVBOR" * 600}}
+    messages = [
+        {"role": "latest_reminder", "content": "x" * 2000},
+        {"role": "user", "content": [{"type": "text", "text": "what is it"}, image]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f"}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "a cat"}]},
+    ]
+    more = {
+        "logprobs": True, "top_logprobs": 3, "stream_options": {"include_usage": True}, "chat_template_kwargs": {"a": 1},
+        "top_k": 3, "guided_json": {"type": "object"}, "kv_transfer_params": {"x": [1.0]}, "tools": [{"type": "function"}],
+    }  # fmt: skip
+    seen = []
+    for count in (2, 4):
+        body = json.dumps({"model": "fake", "messages": messages[:count], "stream": True, **more}, indent=1).encode()
+        async with router.client.post(f"{router.url}/v1/chat/completions", data=io.BytesIO(body)) as answer:
+            assert answer.status == 200
+            seen.append((answer.headers["x-smetric-instance"], answer.headers["x-smetric-reason"]))
+        assert body in [sent for engine in both for sent in engine.bodies], "to the byte"
+    assert seen == [(seen[0][0], "first-turn"), (seen[0][0], "sticky")]
+
+
+async def test_an_engine_cannot_say_that_another_one_answered(engines, route):
+    (engine,) = await engines()
+    router = await route(engine)
+    forged = {"x-smetric-instance": "http://other:1", "x-smetric-reason": "magic", "x-request-id": "7"}
+    engine.behaviour = status(200, **forged)
+    answer = await router.chat("x", headers={"x-request-id": "mine"})
+    got = [(name.lower(), value) for name, value in answer.headers.items() if name.lower() in forged]
+    assert sorted(got) == [
+        ("x-request-id", "mine"), ("x-smetric-instance", engine.url), ("x-smetric-reason", "first-turn"),
+    ]  # fmt: skip
 
 
 async def test_a_request_id_is_made_where_there_is_none(engines, route):
@@ -141,7 +185,7 @@ async def test_other_paths_count_as_load(engines, route):
     await asyncio.gather(*calls)
 
 
-@pytest.mark.parametrize("code", [400, 401, 404, 422, 429, 500, 504])
+@pytest.mark.parametrize("code", [400, 401, 404, 422, 500, 504])
 async def test_engine_errors_are_passed_on_and_not_retried(engines, route, code):
     one, other = await engines(2)
     router = await route(one, other)
@@ -155,6 +199,45 @@ async def test_engine_errors_are_passed_on_and_not_retried(engines, route, code)
     assert router.healthy() == 2, "an engine that answers is alive"
     chunks = [each.chunks for each in router.state.statistics(0).instances.values()]
     assert chunks == [0, 0], "a refused prompt is cached nowhere"
+
+
+async def test_a_full_engine_is_replaced_while_another_has_capacity(engines, route):
+    one, other = await engines(2)
+    router = await route(one, other, breaker_failures_min=1)
+    one.behaviour = status(429, **{"retry-after": "7"})
+    for _ in range(4):
+        answer = await router.chat("x")
+        assert (answer.status, answer.headers["x-smetric-instance"]) == (200, other.url)
+    assert one.requests
+    one.requests.clear()
+    other.requests.clear()  # from here on each of them has to say so once
+    other.behaviour = one.behaviour
+    for _ in range(5):
+        answer = await router.chat("x")
+        assert (answer.status, answer.headers["retry-after"]) == (429, "7")
+        assert answer.json() == {"error": {"message": "engine says 429"}}
+    sent = len(one.requests) + len(other.requests)
+    assert 5 <= sent <= 6, "nobody is asked instead who has said that it is full"
+    assert router.healthy() == 2
+    statistics = router.state.statistics(0).instances.values()
+    assert not any(each.breaker_open for each in statistics), "a 4xx never counts against an instance"
+    text = (await router.get("/metrics")).body.decode()
+    assert f'smetric_router_retries_total{{cause="status_429",engine="{other.url}"}}' in text
+
+
+@pytest.mark.parametrize(("headers", "asked"), [({"retry-after": "7"}, 1), ({}, 2)])
+async def test_an_engine_out_of_order_is_replaced_whatever_others_said_and_a_full_one_is_not(
+    engines, route, headers, asked
+):
+    one, other = await engines(2)
+    router = await route(one, other, breaker_failures_min=0, health_interval_s=60)
+    one.behaviour = other.behaviour = status(429, **{"retry-after": "7"})
+    await router.chat("x")
+    assert len(one.requests) == len(other.requests) == 1
+    one.behaviour = other.behaviour = status(503, **headers)
+    answer = await router.chat("x")
+    assert (answer.status, answer.headers.get("retry-after")) == (503, headers.get("retry-after"))
+    assert len(one.requests) + len(other.requests) == 2 + asked
 
 
 async def test_large_bodies(engines, route):
@@ -211,7 +294,7 @@ async def test_policy_and_turn_of_one_request(engines, route):
     answer = await router.chat("q" * 2000, headers={"x-smetric-turn": "1"})
     assert answer.headers["x-smetric-reason"] == "sticky"
     for headers, message in (
-        ({"x-smetric-policy": "best"}, "unknown policy 'best'; known: smetric, least-loaded, round-robin"),
+        ({"x-smetric-policy": "best"}, f"unknown policy 'best'; known: {', '.join(POLICIES)}"),
         ({"x-smetric-turn": "one"}, "the turn must be a whole number from 0 on, not 'one'"),
     ):
         answer = await router.chat("x", headers=headers)

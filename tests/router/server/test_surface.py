@@ -1,6 +1,9 @@
 """The router's own paths."""
 
+import pytest
+
 from ..conftest import until
+from ..raw_engine import answer_to, request
 
 
 async def body_of(router, path):
@@ -60,3 +63,50 @@ async def test_health_state_docs_and_unknown_paths(engines, route):
     assert answer.status == 404
     assert answer.json()["error"]["message"] == "/admin/nothing: Not Found"
     assert engine.requests == [], "the router's own paths never reach an engine"
+
+
+PAGE = "origin: https://page.example\r\nconnection: close\r\n"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "named"),
+    [
+        (("*",), b"*"),
+        (("https://a", "https://page.example"), b"https://page.example"),
+        (("https://a",), b""),
+        ((), b""),
+    ],
+)
+async def test_web_pages_read_the_list_of_models_and_errors(engines, route, allowed, named):
+    (engine,) = await engines()
+    router = await route(engine, cors_origins=allowed, api_keys=("k",))
+    key = "authorization: Bearer k\r\n"
+    line = b"access-control-allow-origin: " + named + b"\r\n"
+
+    async def answered(method: str, path: str, headers: str) -> bytes:
+        return await answer_to(router.url, request(b"", method=method, path=path, headers=headers))
+
+    asking = "access-control-request-method: GET\r\naccess-control-request-headers: authorization, x-y\r\n"
+    permission = await answered("OPTIONS", "/v1/models", PAGE + asking)
+    assert permission.startswith(b"HTTP/1.1 204 ")
+    assert (b"access-control-allow-headers: authorization, x-y\r\n" in permission) is bool(named)
+    for answer in (
+        permission,
+        await answered("GET", "/v1/models", PAGE + key),
+        await answered("GET", "/v1/models/fake", PAGE + key),
+        await answered("GET", "/v1/models", PAGE),
+        await answered("POST", "/v1/chat/completions", PAGE + key),
+    ):
+        assert (line in answer) is bool(named)
+        assert (b"vary: Origin\r\n" in answer) is (named != b"*")
+    assert b"access-control" not in await answered("GET", "/v1/models", key + "connection: close\r\n")
+    assert b"access-control" not in await answered("GET", "/health", PAGE)
+
+
+async def test_an_unknown_model_is_told_of_some_that_are_known(engines, route):
+    (engine,) = await engines(models=tuple(f"model-{at:03}" for at in range(500)))
+    router = await route(engine)
+    answer = await router.chat("x", model="none")
+    assert (answer.status, len(answer.body) < 1000) == (404, True)
+    assert "known models: model-000, model-001" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["message"].endswith("model-019 and 480 more")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from smetric_router.dispatch import Dispatcher
-from smetric_router.errors import NoInstance, UnknownModel
+from smetric_router.errors import NoInstance, Overloaded, UnknownModel
 from smetric_router.policies.least_loaded import LeastLoaded
 from smetric_router.policies.round_robin import RoundRobin
 from smetric_router.policies.smetric import SMetric
@@ -14,6 +14,8 @@ from smetric_router.state.requests import CHAT_PATH, RequestReader
 from smetric_router.types import (
     CacheCleared,
     DrainingChanged,
+    EngineReport,
+    EngineReported,
     Finished,
     InstanceDown,
     InstanceUp,
@@ -123,7 +125,9 @@ def test_only_healthy_instances_are_seen() -> None:
         state.view(chat("x"))
     figures = state.statistics(7).as_dict()["instances"]["a"]
     assert figures == {
-        "health": "down", "cause": "why", "since_s": 2, "draining": False, "inflight": 0, "models": None, "chunks": 0,
+        "health": "down", "cause": "why", "since_s": 2, "draining": False, "breaker_open": False,
+        "inflight": 0, "load": 0, "pending_tokens": 0, "prefill_rate": None, "report_age_s": None, "kv_usage": None,
+        "models": None, "chunks": 0,
     }  # fmt: skip
 
 
@@ -168,6 +172,33 @@ def test_models() -> None:
         state.view(chat("x", model="o"))
 
 
+def test_a_name_that_nobody_lists_may_be_served_by_who_lists_nothing() -> None:
+    state = cluster("abc")
+    state.apply(ModelsSeen("a", {"m": b"1"}), 0)
+    for _ in range(2):
+        for name in ("x", "y"):
+            assert state.view(chat("q", model=name)).names == ("b", "c")
+        assert state.view(chat("q", model="")).names == ("a", "b", "c")
+    state.apply(ModelsSeen("b", {"x": b"1"}), 0)
+    assert state.view(chat("q", model="x")).names == ("b", "c")
+    assert state.view(chat("q", model="y")).names == ("c",)
+    assert len(state._usable) <= 4, "whatever names are asked for"
+
+
+def test_a_view_without_some_is_that_of_the_others() -> None:
+    dispatcher = Dispatcher(cluster("abcde"), RoundRobin())
+    for _ in range(7):
+        dispatcher.dispatch(chat("x" * 3000), 0)
+    dispatcher.state.apply(InstanceDown("d", "x"), 0)
+    whole = {each.id: each for each in dispatcher.state.view(chat("x" * 3000)).instances}
+    part = dispatcher.state.view(chat("x" * 3000), exclude=["b"])
+    assert part.names == ("a", "c", "e") and part.instances == tuple(whole[name] for name in part.names)
+    assert set(part.hits) == set(part.names) and part.placed.tolist() == [2, 1, 1]
+    assert dict(part.members.positions) == {"a": 0, "c": 1, "e": 2}
+    with pytest.raises(NoInstance):
+        dispatcher.state.view(chat("x"), exclude="abce")
+
+
 def test_models_take_turns_apart() -> None:
     state = cluster("abcd")
     for name, model in zip("abcd", "mmnn", strict=True):
@@ -185,4 +216,23 @@ def test_old_placements_fade() -> None:
     dispatcher = Dispatcher(cluster("ab"), RoundRobin())
     for _ in range(1000):
         serve(dispatcher, chat("x"))
-    assert sum(dispatcher.state.view(chat("x")).placed.values()) < 2 * 64
+    assert sum(dispatcher.state.view(chat("x")).placed) < 2 * 64
+
+
+def test_the_limit_of_an_instance_is_of_what_this_router_sent() -> None:
+    state = ClusterState("ab", chunk_bytes=512, index_chunks_max=1000, inflight_max=2)
+    for name in "ab":
+        state.apply(InstanceUp(name), 0)
+    for name in "ab":  # others keep them busy, which makes neither of them full
+        state.apply(EngineReported(name, EngineReport(running=9, waiting=9), own=0), 0)
+    dispatcher = Dispatcher(state, LeastLoaded())
+    tickets = [dispatcher.dispatch(RequestInfo("m"), 0) for _ in range(3)]
+    open_to = [each.id for each in state.view(RequestInfo("m")).instances]
+    assert len(open_to) == 1 and state.has_room("m") and not state.has_candidate("m", open_to)
+    tickets.append(dispatcher.dispatch(RequestInfo("m"), 0))
+    assert not state.has_room("m")
+    with pytest.raises(Overloaded):
+        state.view(RequestInfo("m"))
+    state.check()
+    dispatcher.finish(tickets[0], 0)
+    assert state.has_room("m") and state.view(RequestInfo("m")).names == (tickets[0].decision.instance,)

@@ -1,11 +1,13 @@
 """The hit index against a model that is too simple to be wrong."""
 
+import random
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smetric_router.state import prefix_index
 from smetric_router.state.prefix_index import PrefixIndex, Use
 from smetric_router.types import Chain
 
@@ -159,6 +161,17 @@ steps = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(steps, st.integers(1, 12))
 def test_agrees_with_the_model(todo: list[tuple[object, ...]], limit: int) -> None:
+    agrees_with_the_model(todo, limit)
+
+
+@pytest.mark.slow
+def test_agrees_with_the_model_when_many_hold_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their lengths are kept as arrays from so many holders on: here from one on."""
+    monkeypatch.setattr(prefix_index, "HOLDERS_MANY", 1)
+    settings(max_examples=150, deadline=None)(given(steps, st.integers(1, 12))(agrees_with_the_model))()
+
+
+def agrees_with_the_model(todo: list[tuple[object, ...]], limit: int) -> None:
     index, model = PrefixIndex("ab", limit), Model(limit)
     open_uses: list[tuple[Use, tuple[str, str, int, dict[str, int]]]] = []
     for step in todo:
@@ -176,5 +189,38 @@ def test_agrees_with_the_model(todo: list[tuple[object, ...]], limit: int) -> No
             case "match", str(text):
                 assert lengths(index, text) == model.match(text)
         index.check()
+        for text in ("xyxyxy", "xxyyxx"):
+            assert lengths(index, text) == model.match(text)
         for name, held in model.held.items():
             assert index.statistics().entries[name] == len(held)
+
+
+def test_the_same_chain_is_found_anew_after_every_change() -> None:
+    """What was found for a chain is kept for the moment in which it is recorded, and no longer."""
+    chance = random.Random(7)
+    index = PrefixIndex("ab", 40)
+    chains = []
+    for _ in range(60):
+        tokens = [chance.randrange(1, 4) for _ in range(chance.randrange(1, 9))]
+        digests = tuple(hash(tuple(tokens[: at + 1])) for at in range(len(tokens)))
+        chains.append(Chain(digests, tuple(range(1, len(tokens) + 1))))
+
+    def same(chain: Chain) -> None:
+        assert index.match(chain) == index.match(Chain(chain.digests, chain.ends))
+
+    for _ in range(1500):
+        kept, other = chance.choice(chains), chance.choice(chains)
+        index.match(kept)
+        match chance.randrange(3):
+            case 0:
+                use = index.record(chance.choice("ab"), other)
+                index.match(kept)
+                index.settle(use, computed=chance.random() < 0.5)
+            case 1:
+                index.settle(index.record(chance.choice("ab"), kept), computed=True, resident=chance.choice((None, 0)))
+            case _:
+                for name in "ab" if chance.random() < 0.2 else "a":
+                    index.forget(name)
+                index.settle(index.record("a", kept), computed=True)
+        same(kept)
+        index.check()

@@ -11,10 +11,12 @@ from smetric_router.state.requests import (
     CHAT_PATH,
     COMPLETIONS_PATH,
     MESSAGES_MAX,
+    MESSAGES_PATH,
     RequestReader,
     with_deduced_turn,
 )
-from smetric_router.types import ClusterView, RequestInfo
+from smetric_router.types import RequestInfo
+from smetric_router.view import ClusterView, InstanceView
 
 READER = RequestReader(64)
 
@@ -100,7 +102,7 @@ def test_a_completion_is_a_follow_up_when_half_of_it_is_cached(hit: int, turn: i
     body = json.dumps({"prompt": "p" * 999}).encode()
     request = READER.read(COMPLETIONS_PATH, body)
     assert request.chain.length == 1000
-    seen = with_deduced_turn(request, ClusterView((), {"a": hit} if hit else {}))
+    seen = with_deduced_turn(request, ClusterView.of([InstanceView("a")], {"a": hit}))
     assert (seen.turn, seen.est_hit) == (turn, est_hit)
 
 
@@ -169,3 +171,42 @@ def test_the_chunks_of_one_request_are_bounded() -> None:
 
 def test_odd_types_and_a_model_that_can_be_read() -> None:
     assert READER.read(CHAT_PATH, b'{"model":"m","stream":true,"messages":5}') == RequestInfo("m", stream=True)
+
+
+def messages(*turns: dict[str, Any], **fields: Any) -> RequestInfo:
+    return READER.read(MESSAGES_PATH, json.dumps({"model": "m", "messages": turns, **fields}).encode())
+
+
+def test_anthropics_messages() -> None:
+    system = [{"type": "text", "text": "s" * 500, "cache_control": {"type": "ephemeral"}}]
+    tools = [{"name": "t", "input_schema": {"type": "object"}}]
+    blocks = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "t", "input": {}}]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "r"}]}
+    first = messages(user("a"), system=system, tools=tools, max_tokens=5)
+    second = messages(user("a"), blocks, result, system=system, tools=tools, max_tokens=9, stream=True)
+    assert (first.turn, first.est_hit, first.model, first.stream) == (0, 0, "m", False)
+    assert (second.turn, second.stream) == (1, True)
+    assert second.est_hit == first.chain.length == shared(first, second)
+    assert shared(first, messages(user("a"), system="other", tools=tools)) < first.chain.length
+    assert shared(first, messages(user("a"), system=system)) == 0
+    assert messages(user("b"), system="s" * 300).turn == 0
+
+
+def test_marks_of_anthropics_caching_are_no_part_of_the_prompt() -> None:
+    def marked(text: str, mark: bool, first: bool = False) -> dict[str, Any]:
+        mark_field = {"cache_control": {"type": "ephemeral", "ttl": "1h"}} if mark else {}
+        block = {**mark_field, "type": "text", "text": text} if first else {"type": "text", "text": text, **mark_field}
+        return {"role": "user", "content": [block]}
+
+    for first in (False, True):
+        before = messages(marked("a" * 300, True, first), system="s" * 300)
+        after = messages(marked("a" * 300, False), assistant("b"), marked("c", True, first), system="s" * 300)
+        assert after.est_hit == before.chain.length == shared(before, after)
+    spoken = [messages(user(f'say "cache_control": {{{n}}}'), system="s") for n in range(2)]
+    assert shared(*spoken) < spoken[0].chain.length, "what is said of them is part of it"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"messages": [1,]}'])
+def test_messages_that_are_no_json(body: bytes) -> None:
+    with pytest.raises(BadRequest):
+        READER.read(MESSAGES_PATH, body)

@@ -4,6 +4,7 @@ from tests.sim.invariants.base import Invariant
 from tests.sim.invariants.cores import Cores
 from tests.sim.invariants.durability import Durability
 from tests.sim.invariants.fencing import Fencing
+from tests.sim.invariants.former_life import FormerLife
 from tests.sim.invariants.grants_last import GrantsLast
 from tests.sim.invariants.leases_end import LeasesEnd
 from tests.sim.invariants.one_home import OneHome
@@ -20,5 +21,6 @@ def every_invariant() -> list[Invariant]:
     history = PlanHistory()
     return [
         PlanRecords(history), PlanOutcomes(history), PlanSteps(history),
-        TokensIncrease(), GrantsLast(), Fencing(), OneHome(), PageBytes(), Durability(), LeasesEnd(), Slots(), Cores(),
+        TokensIncrease(), GrantsLast(), FormerLife(), Fencing(), OneHome(), PageBytes(), Durability(),
+        LeasesEnd(), Slots(), Cores(),
     ]  # fmt: skip

@@ -1,10 +1,14 @@
-"""An expired lease is never alive again, and a lease ends late, never early."""
+"""An expired lease is never alive again, and a lease ends late, never early.
+
+Except those of all workers at the moment in which the store is told that its database had a former life (former_life.py).
+"""
 
 from typing import Any
 
 from tensorcast_connector.config import MEMBER_TTL_S
 from tensorcast_connector.wire.store_messages import KeepAlive, LeaseGranted, RegisterWorker, RevokeLease
 from tests.sim.invariants.base import Invariant
+from tests.sim.invariants.former_life import of_workers, tells_of_former_life
 
 ROUNDING_S = 1e-6
 
@@ -16,7 +20,7 @@ class LeasesEnd(Invariant):
         self._deadline: dict[int, float] = {}
         self._ended: set[int] = set()
         self._alive: frozenset[int] = frozenset()
-        self._incarnation = 0
+        self._last: Any = None
 
     def acknowledged(self, world: Any, store: Any, message: Any, reply: Any) -> None:
         """Compares what the store has with the account."""
@@ -32,9 +36,12 @@ class LeasesEnd(Invariant):
         alive = store.snapshot.leases
         if alive is self._alive:
             return
-        if store.snapshot.incarnation != self._incarnation:  # another database: the old one's leases are gone with it
-            self._incarnation, self._alive = store.snapshot.incarnation, frozenset()
-        for lease_id in self._alive - alive:
+        last, self._last = self._last, store.snapshot
+        if last is None or store.snapshot.incarnation != last.incarnation:  # the leases of another database go with it
+            last, self._alive = store.snapshot, frozenset()
+        excused = of_workers(last) if tells_of_former_life(store, last, message) else frozenset()
+        self._ended |= excused
+        for lease_id in self._alive - alive - excused:
             deadline = self._deadline.get(lease_id, now)
             world.require(now > deadline - ROUNDING_S, f"lease {lease_id} ended {deadline - now} s too early")
             self._ended.add(lease_id)
@@ -44,4 +51,4 @@ class LeasesEnd(Invariant):
     def recovered(self, world: Any, store: Any, vouched: Any, done: Any, found: Any) -> None:
         """Every lease has its full time again."""
         self._deadline = dict.fromkeys(found.leases, store.clock() + MEMBER_TTL_S)
-        self._alive = found.leases
+        self._alive, self._last = found.leases, found

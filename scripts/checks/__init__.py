@@ -1,0 +1,1 @@
+"""Checks of what a test cannot have everywhere."""

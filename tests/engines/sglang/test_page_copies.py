@@ -1,0 +1,105 @@
+"""Batches that several threads copy: all of it, by whoever has time, and nobody copies any more at the end."""
+
+import ctypes
+import threading
+
+import pytest
+
+from tensorcast_connector.config import STORAGE_COPY_SHARED_BYTES, STORAGE_COPY_THREADS
+from tensorcast_connector.engines.sglang.page_copies import Span, Together, copy_in, copy_out
+from tensorcast_connector.errors import Unavailable
+from tests.waiting import until_blocking
+
+LARGE = STORAGE_COPY_SHARED_BYTES
+T = 10.0
+
+
+def test_a_large_batch_is_copied_by_all_threads_at_once() -> None:
+    together = Together()
+    meeting = threading.Barrier(STORAGE_COPY_THREADS, timeout=T)
+    by: dict[int, str] = {}
+
+    def copy(number: int) -> None:
+        if number < STORAGE_COPY_THREADS:
+            meeting.wait()  # passed only if they are all here
+        by[number] = threading.current_thread().name
+
+    together.run(copy, 50, LARGE)
+    assert sorted(by) == list(range(50)) and len({by[each] for each in range(STORAGE_COPY_THREADS)}) == len(
+        {*by.values()}
+    )
+
+
+def test_a_small_batch_is_copied_by_the_caller_alone() -> None:
+    by: set[int] = set()
+    Together().run(lambda _: by.add(threading.get_ident()), 50, LARGE - 1)
+    assert by == {threading.get_ident()}
+    Together().run(lambda _: by.add(0), 0, 0)
+    assert 0 not in by
+
+
+def test_while_the_others_help_somebody_else_the_caller_does_it_all() -> None:
+    together = Together()
+    go = threading.Event()
+    inside: list[int] = []
+
+    def stuck(number: int) -> None:
+        inside.append(number)
+        assert go.wait(T)
+
+    busy = threading.Thread(target=together.run, args=(stuck, STORAGE_COPY_THREADS, LARGE))
+    busy.start()
+    try:
+        until_blocking(lambda: len(inside) == STORAGE_COPY_THREADS)
+        by: list[int] = []
+        together.run(lambda _: by.append(threading.get_ident()), 20, LARGE)
+        assert by == [threading.get_ident()] * 20
+    finally:
+        go.set()
+        busy.join()
+
+
+@pytest.mark.parametrize("in_caller", [True, False])
+def test_what_fails_is_raised_when_nobody_copies_any_more(in_caller: bool) -> None:
+    meeting = threading.Barrier(STORAGE_COPY_THREADS, timeout=T)
+    caller, ended = threading.get_ident(), []
+
+    def copy(number: int) -> None:
+        if number < STORAGE_COPY_THREADS:
+            meeting.wait()
+        if number < STORAGE_COPY_THREADS and (threading.get_ident() == caller) == in_caller:
+            raise Unavailable("lost")
+        ended.append(number)
+
+    with pytest.raises(Unavailable, match="lost"):
+        Together().run(copy, 30, LARGE)
+    count = len(ended)
+    assert count == 30 - (1 if in_caller else STORAGE_COPY_THREADS - 1) and len(ended) == count
+
+
+def test_a_process_that_ends_starts_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = Together()
+    together._helpers.shutdown()
+    done: list[int] = []
+    together.run(done.append, 3, LARGE)
+    assert done == [0, 1, 2]
+
+
+def test_the_threads_end_with_the_object() -> None:
+    together = Together()
+    together.run(lambda _: None, 50, LARGE)
+    threads = list(together._helpers._threads)
+    assert threads
+    del together
+    until_blocking(lambda: not any(each.is_alive() for each in threads))
+
+
+def test_parts_of_a_page_follow_one_another() -> None:
+    one, two, slot = ctypes.create_string_buffer(b"abc", 3), ctypes.create_string_buffer(b"de", 2), bytearray(5)
+    parts = [Span(ctypes.addressof(one), 3), Span(ctypes.addressof(two), 2)]
+    copy_out(parts, memoryview(slot))
+    assert slot == b"abcde"
+    copy_in(memoryview(bytearray(b"vwxyz")), parts)
+    assert one.raw + two.raw == b"vwxyz"
+    with pytest.raises(Unavailable, match="5 bytes where the others have 4"):
+        copy_out(parts, memoryview(slot)[:4])
