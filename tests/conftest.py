@@ -1,9 +1,11 @@
 """For every test: what it started has ended and what it opened is closed when it is over."""
 
+import asyncio
 import gc
+import inspect
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,10 @@ _slow: list[str] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the engine tests their time."""
+    """Give the engine tests their time, and those with a loop the look at its connections."""
     for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            item.fixturenames.insert(0, "connections_end")  # set up before the test's own, and so over after them
         if item.get_closest_marker("engine") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(ENGINE_TIMEOUT_S))
 
@@ -81,6 +85,29 @@ def _read(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:  # It ended meanwhile.
         return ""
+
+
+@pytest.fixture
+async def connections_end() -> AsyncIterator[None]:
+    """No connection outlives the loop of its test, where a later test would be blamed for it.
+
+    The end of a connection takes its loop a few turns after `close()`, and longer at the side that only hears of it.
+    """
+    yield
+    loop = asyncio.get_running_loop()
+    transports = getattr(loop, "_transports", {})
+
+    def left() -> list[asyncio.Transport]:
+        return [each for each in list(transports.values()) if each.get_extra_info("socket").fileno() >= 0]
+
+    deadline = loop.time() + ENDING_S
+    while (found := left()) and loop.time() < deadline:  # noqa: ASYNC110 - the ends of connections are no events
+        await asyncio.sleep(0.002)
+    named = [f"{each!r} at {each.get_extra_info('sockname')}" for each in found]
+    for each in found:
+        each.abort()
+    await asyncio.sleep(0)
+    assert not found, "connections left open by the test: " + "; ".join(named)
 
 
 @pytest.fixture(autouse=True)

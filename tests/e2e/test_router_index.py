@@ -252,7 +252,7 @@ async def test_what_was_lost_is_replayed_and_a_restarted_engine_learnt_anew(
     url = publishing.engine.url
     config = exact(publishing, kv_events={url: (f"tcp://127.0.0.1:{lossy.port} {replay}",)})
     counts: dict[str, float] = {}
-    running: list[Running] = []
+    started: list[Running] = []
 
     def count(router: Router, kind: str) -> float:
         value = router.app.metrics.registry.get_sample_value("smetric_router_kv_events_total", {"kind": kind})
@@ -288,7 +288,7 @@ async def test_what_was_lost_is_replayed_and_a_restarted_engine_learnt_anew(
             # Another life of the engine on the same ports.
             supervisor.stop(publishing.engine.running)
             again = start(supervisor, "publishing-again", publishing.options, int(url.rpartition(":")[2]))
-            running.append(again.running)
+            started.append(again.running)
             again.wait()
             await until(lambda: router.healthy() == 1, 30)
             third = [{"role": "user", "content": words(draw, 300)}]
@@ -302,4 +302,4 @@ async def test_what_was_lost_is_replayed_and_a_restarted_engine_learnt_anew(
             router.state.check()
     finally:
         await lossy.close()
-        supervisor.stop(*running)
+        supervisor.stop(*started)
