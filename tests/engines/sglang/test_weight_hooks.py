@@ -23,7 +23,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(weight_hooks, "setting", settings.get)
         for each, hook, _ in weight_hooks.HOOKS:
             if each == target:
-                hook(object(), *arguments)
+                hook(object(), *arguments)  # type: ignore[operator]
         return weights.identity is None
 
     return call

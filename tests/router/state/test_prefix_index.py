@@ -179,7 +179,7 @@ def agrees_with_the_model(todo: list[tuple[object, ...]], limit: int) -> None:
             case "record", str(name), str(text):
                 use = index.record(name, chain(text))
                 open_uses.append((use, model.record(name, text, use.stamp)))
-            case "settle", int(which), bool(computed), resident if open_uses:
+            case "settle", int(which), bool(computed), (None | int()) as resident if open_uses:
                 use, mirrored = open_uses.pop(which % len(open_uses))
                 index.settle(use, computed=computed, resident=None if resident is None else resident * SIZE)
                 model.settle(mirrored, computed, resident)
