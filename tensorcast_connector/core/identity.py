@@ -10,6 +10,7 @@ and two engines that differ in anything that matters live in different keyspaces
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from tensorcast_connector.types import KEYSPACE_BYTES
 
 # Raised whenever the meaning of a field or the byte order inside a page changes.
 PAGE_FORMAT_VERSION = 1
+# Of the many variables of an engine those that are about the precision of what it computes or keeps, by their names.
+_PRECISION = re.compile(r"(?:VLLM|SGLANG)_\w*(?:DTYPE|QUANT|FP4|FP8|BF16|FP16|FP32|INT8|INT4)")
 
 
 def canonical(value: Any) -> bytes:
@@ -51,6 +54,15 @@ def digest(value: Any) -> str:
 def namespace_digest(facts: Mapping[str, Any]) -> str:
     """The identity of everything in `facts`; the caller lists all that determines a page's bytes besides tokens."""
     return digest({"format": PAGE_FORMAT_VERSION, "facts": dict(facts)})
+
+
+def precision(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """As facts, the settings of an engine that are made by environment variables alone and change what it computes.
+
+    No fact where there is none, so that the namespaces of who sets nothing stay what they were.
+    """
+    found = {name: environment[name] for name in sorted(environment) if _PRECISION.match(name)}
+    return {"environment": found} if found else {}
 
 
 def keyspace(namespace: str, group: Mapping[str, Any], layers: tuple[int, int], tp_size: int, tp_rank: int) -> bytes:

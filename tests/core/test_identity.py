@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tensorcast_connector.core.identity import canonical, digest, keyspace, namespace_digest
+from tensorcast_connector.core.identity import canonical, digest, keyspace, namespace_digest, precision
 
 FACTS: dict[str, Any] = {
     "weights": "declared:v1", "tenant": "default", "dtype": "bfloat16", "block_tokens": 16, "rope": {"theta": 1e6},
@@ -73,3 +73,9 @@ class Colour(enum.Enum):
 def test_what_has_no_canonical_form_is_refused(value: Any) -> None:
     with pytest.raises(TypeError):
         canonical({"fact": value})
+
+
+def test_what_the_environment_says_of_precision_is_a_fact_and_nothing_else_of_it() -> None:
+    kept = {"SGLANG_MAMBA_SSM_DTYPE": "float32", "SGLANG_ROPE_CACHE_FP32": "1", "VLLM_MARLIN_INPUT_DTYPE": "fp8"}
+    assert precision({"SGLANG_PORT": "1", "VLLM_PORT": "2", "OTHER_DTYPE": "x", **kept}) == {"environment": kept}
+    assert precision({"VLLM_PORT": "2"}) == {}, "the namespaces of who sets nothing stay what they were"

@@ -1,4 +1,4 @@
-"""A page of another model, dtype or block size is never a hit; a page of the same one is."""
+"""A page of another model, dtype, precision or block size is never a hit; a page of the same one is."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +37,7 @@ def test_only_the_same_model_dtype_and_block_size_share_pages(
         "other-tenant": EngineOptions(tiny, kv_transfer=blue),
         "same": EngineOptions(tiny, kv_transfer=transfer),
         "same-among-several-connectors": EngineOptions(tiny, kv_transfer=several),
+        "other-precision": EngineOptions(tiny, kv_transfer=transfer, env={"VLLM_MARLIN_INPUT_DTYPE": "int8"}),
     }
     prompt = tokens(7, PROMPT)
     hits: dict[str, int] = {}

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.server_args import ServerArgs
 
 from tensorcast_connector.config import default_cache_dir
-from tensorcast_connector.core.identity import digest
+from tensorcast_connector.core.identity import digest, precision
 from tensorcast_connector.engines.sglang.namespace import model_facts
 from tensorcast_connector.engines.weights_epoch import hub_snapshot, private_epoch, weights_epoch
 from tensorcast_connector.errors import ConfigError
@@ -62,7 +63,7 @@ def facts() -> dict[str, Any]:
     settings = {name: setting(name) for name in COMPUTES}
     if scales := settings["quantization_param_path"]:
         settings["quantization_param_path"] = _content(str(scales))
-    return {"engine": ["sglang", sglang.__version__], **model_facts(config, settings)}
+    return {"engine": ["sglang", sglang.__version__], **model_facts(config, settings), **precision(os.environ)}
 
 
 def _content(path: str) -> str:

@@ -91,6 +91,15 @@ def test_a_file_of_scales_counts_by_what_it_holds(monkeypatch: pytest.MonkeyPatc
     assert server.facts() != server.facts(), "unknown, so nobody else has it"
 
 
+def test_precision_that_the_environment_sets_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorcast_connector.engines.sglang import server
+
+    monkeypatch.setattr(server, "setting", {"model_path": str(model.make("tiny"))}.get)
+    before = server.facts()
+    monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", "float16")
+    assert server.facts() != before
+
+
 def test_what_all_ranks_of_a_server_have_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorcast_connector.engines.sglang import server
 
