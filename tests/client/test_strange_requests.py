@@ -94,7 +94,8 @@ async def test_an_engine_that_makes_no_sense(pool: Pool, attached: bool, quietly
         await answered(engine.client, some(kind, random.Random(kind.__name__), COUNT))
         await engine.client.call(AttachInstance("i", "vllm", "m", "n"), Ok, T)
         assert equal(await (await session.put(weights())).tensor_dict(), weights())
-        assert await session.list_instances()
+        await until(lambda: "i" in a.peers.metadata.view.instances)
+        assert [each.instance_id for each in await session.list_instances()] == ["i"]
 
 
 @pytest.mark.parametrize("kind", [RunStep, CancelSteps, CancelOwnedPlan, ReadHeader], ids=lambda each: each.__name__)

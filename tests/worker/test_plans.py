@@ -179,7 +179,7 @@ async def test_a_step_that_needs_nobody_is_done_without_a_task(plans: Plans) -> 
     """What it needs is here: a task would be most of what it costs. One that fails can be tried again."""
     a, b = await plans.begin()
     identity = await (await (await plans.session(a)).put(weights(), name="w")).id()
-    await until(lambda: ("default", identity) in b.peers.metadata.view.artifacts)
+    await until(lambda: all(each.gateway.names.known("default", "w") for each in (a, b)))
 
     def begun(worker: Worker, step: int, operation: str, **arguments: Any) -> Any:
         message = RunStep("default/k", "d", 1, step, operation, worker.worker_id, {"artifact": "w", **arguments}, "")
