@@ -129,6 +129,7 @@ async def test_a_former_home_takes_no_reports_and_knows_who_does(
     before = plane(a).leases.held[shard]
     await move(cluster, shard, b)
     await until(lambda: shard in plane(b).catalog.held and shard not in plane(a).catalog.held)
+    await until(lambda: shard in plane(b).leases.held)
     now = plane(b).leases.held[shard]
     assert now > before
     client = await connect(a, b.worker_id)
