@@ -344,3 +344,8 @@ def unknown_key(key: str, known: Iterable[str], where: str) -> ConfigError:
     near = difflib.get_close_matches(key, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"
     return ConfigError(f"{where}: unknown key {key!r}; {hint}")
+
+
+def environment() -> dict[str, str]:
+    """The environment of this process, which engines take settings from."""
+    return dict(os.environ)

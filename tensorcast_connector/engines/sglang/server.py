@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from sglang.srt import runtime_context
 from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.server_args import ServerArgs
 
-from tensorcast_connector.config import default_cache_dir
+from tensorcast_connector.config import default_cache_dir, environment
 from tensorcast_connector.core.identity import digest, precision
 from tensorcast_connector.engines.sglang.namespace import model_facts
 from tensorcast_connector.engines.weights_epoch import hub_snapshot, private_epoch, weights_epoch
@@ -63,7 +62,7 @@ def facts() -> dict[str, Any]:
     settings = {name: setting(name) for name in COMPUTES}
     if scales := settings["quantization_param_path"]:
         settings["quantization_param_path"] = _content(str(scales))
-    return {"engine": ["sglang", sglang.__version__], **model_facts(config, settings), **precision(os.environ)}
+    return {"engine": ["sglang", sglang.__version__], **model_facts(config, settings), **precision(environment())}
 
 
 def _content(path: str) -> str:

@@ -2,11 +2,10 @@
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
-from tensorcast_connector.config import default_cache_dir
+from tensorcast_connector.config import default_cache_dir, environment
 from tensorcast_connector.core.identity import keyspace, namespace_digest, precision
 from tensorcast_connector.engines.options import ConnectorConfig
 from tensorcast_connector.engines.weights_epoch import hub_snapshot, private_epoch, weights_epoch
@@ -91,7 +90,7 @@ def facts(vllm_config: Any, kv_cache_config: Any, epoch: str, tenant: str) -> di
         "engine": ["vllm", vllm.__version__],
         "layout": [current_platform.device_type, str(kv_cache_config.kv_cache_layout), str(backend)],
         "hash": [str(cache.prefix_caching_hash_algo), kv_cache_utils.NONE_HASH.hex()],
-        **precision(os.environ),
+        **precision(environment()),
     }
 
 
