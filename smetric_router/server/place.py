@@ -18,12 +18,12 @@ KEEPALIVE_PROBES = 3
 class Place:
     """One process's place.
 
-    `counts` is None for a process without siblings. `own` and `siblings` are Unix sockets. Only the first process of a router
-    listens to `peers`, and they to it.
+    `counts` is None for a process without siblings. `own` is a Unix socket that listens, `siblings` are the names of theirs. Only
+    the first process of a router listens to `peers`, and they to it.
     """
 
     counts: SharedCounts | None = None
-    own: Path | None = None
+    own: socket.socket | None = None
     siblings: tuple[Path, ...] = ()
     peers: tuple[str, ...] = ()
     peer_listener: socket.socket | None = None
@@ -75,6 +75,19 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
         cause = error.strerror if isinstance(error, OSError) else error
         shown = host if host.isprintable() else repr(host)
         raise ConfigError(f"cannot listen on {shown}:{port}: {cause}") from None
+    return listener
+
+
+def listen_unix(path: Path) -> socket.socket:
+    """A Unix socket of that name: who connects before it is served waits.
+
+    It is bound under another name, since Python 3.13 removes a server's own name when the server ends.
+    """
+    bound = path.with_suffix(".bound")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(bound))
+    bound.rename(path)
+    listener.listen()
     return listener
 
 

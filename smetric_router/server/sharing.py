@@ -35,7 +35,7 @@ BEHIND_BYTES_MAX = 4 << 20
 """A listener with more unread bytes is left out."""
 RECONNECT_S = (0.05, 2.0)
 GREETING_TIMEOUT_S = 5.0
-LEARN_TIMEOUT_S = 2.0
+LEARN_TIMEOUT_S = 5.0
 """A process that begins takes requests after this, whatever it has not heard yet."""
 LISTENERS_MAX = 1024
 _NONCE_BYTES = 16
@@ -101,10 +101,9 @@ class Sharing:
     def __repr__(self) -> str:
         return f"<Sharing {len(self._listeners)} listeners, hears {sorted(self.connected)}>"
 
-    async def serve_unix(self, path: Path) -> None:
+    async def serve_unix(self, listener: socket.socket) -> None:
         """Lets siblings listen."""
-        path.unlink(missing_ok=True)
-        self._servers.append(await asyncio.start_unix_server(self._serve_sibling, path))
+        self._servers.append(await asyncio.start_unix_server(self._serve_sibling, sock=listener))
 
     async def serve_tcp(self, listener: socket.socket) -> None:
         """Lets replicas listen."""
@@ -236,11 +235,12 @@ class Sharing:
                 wait_s = min(2 * wait_s, RECONNECT_S[1])
                 continue
             wait_s, warned = RECONNECT_S[0], False
-            self.connected.add(address)
-            log.info("listening to", extra={"fields": {"peer": address}})
             try:
                 while True:
                     frame = await _read(reader)
+                    if address not in self.connected:
+                        self.connected.add(address)
+                        log.info("listening to", extra={"fields": {"peer": address}})
                     self._hear(frame, writer, replica=replica)
                     if not frame:
                         self._no_longer_unheard(address)

@@ -2,7 +2,8 @@
 
 The supervisor makes all that must outlive a process: the listening sockets (one each, so that what arrives while one is
 replaced waits for its successor), the shared table of requests in flight, and a folder with the Unix sockets by which they tell
-each other of the index, and with the files in which they count. It does nothing else, has no threads, and forks.
+each other of the index, one each and for the same reason, and with the files in which they count. It does nothing else, has no
+threads, and forks.
 """
 
 import mmap
@@ -21,7 +22,7 @@ from pathlib import Path
 from smetric_router.config import RouterConfig, count_in
 from smetric_router.errors import ConfigError
 from smetric_router.server.logs import log
-from smetric_router.server.place import Place, listen, peer_listener
+from smetric_router.server.place import Place, listen, listen_unix, peer_listener
 from smetric_router.state.shared_counts import SharedCounts
 
 RESTART_INTERVAL_S = 0.5
@@ -71,7 +72,8 @@ class Supervisor:
         self._peers = config.peers
         self._width = len(config.engines)
         self._table = mmap.mmap(-1, SharedCounts.size(self._count, self._width))
-        self._folder = folder
+        self._paths = tuple(folder / f"{row}.sock" for row in range(self._count))
+        self._doors = [listen_unix(path) for path in self._paths]
         self._alive = os.pipe()
         self._ready = os.pipe()
         self._pids: dict[int, int] = {}  # pid -> row
@@ -136,9 +138,10 @@ class Supervisor:
         status = 1
         try:
             os.close(self._alive[1])
-            for at, listener in enumerate(self._listeners):
+            for at in range(self._count):
                 if at != row:
-                    listener.close()
+                    self._listeners[at].close()
+                    self._doors[at].close()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             self._main(Worker(self._place(row), self._listeners[row], self._alive[0], self._ready[1]))
             status = 0
@@ -155,12 +158,11 @@ class Supervisor:
             os._exit(status)
 
     def _place(self, row: int) -> Place:
-        paths = [self._folder / f"{at}.sock" for at in range(self._count)]
         counts = SharedCounts(memoryview(self._table), self._count, self._width, row)
-        siblings = tuple(path for at, path in enumerate(paths) if at != row)
+        siblings = tuple(path for at, path in enumerate(self._paths) if at != row)
         if row == 0:
-            return Place(counts, paths[0], siblings, self._peers, self._peer_listener)
-        return Place(counts, paths[row], siblings)
+            return Place(counts, self._doors[0], siblings, self._peers, self._peer_listener)
+        return Place(counts, self._doors[row], siblings)
 
     def _reaped(self) -> list[tuple[int, int]]:
         found = []

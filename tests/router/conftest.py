@@ -22,7 +22,7 @@ from smetric_router.server.serve import Server
 from .fake_engine import FakeEngine
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Wait for a condition, not for a time."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - the conditions are plain values, not events

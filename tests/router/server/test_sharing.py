@@ -11,7 +11,7 @@ import pytest
 from smetric_router.config import RouterConfig
 from smetric_router.errors import ConfigError
 from smetric_router.server import sharing
-from smetric_router.server.place import Place
+from smetric_router.server.place import Place, listen_unix
 from smetric_router.server.sharing import _frame, parse
 from smetric_router.types import DrainingTold, Forgotten, Recorded, Settled, Wanted
 
@@ -79,6 +79,24 @@ async def test_a_router_that_begins_late_learns_what_there_is(engines, route) ->
     for at in range(10):
         reply = await late.chat(f"{at} hello " * 300, "answer", "and now")
         assert (reply.headers["x-smetric-instance"], reply.headers["x-smetric-reason"]) == (where[at], "sticky")
+
+
+async def test_a_sibling_that_begins_later_is_waited_for(engines, route, tmp_path: Path) -> None:
+    """It does not take what it decides, nor what it is told, for lost: that would be so until the next try to connect."""
+    two = await engines(2)
+    paths = [tmp_path / f"{at}.sock" for at in range(2)]
+    doors = [listen_unix(path) for path in paths]
+    beginning = asyncio.create_task(route(*two, place=Place(own=doors[0], siblings=(paths[1],))))
+    done, _ = await asyncio.wait([beginning], timeout=0.5)
+    assert not done, "it takes no request before it has heard"
+    other = await route(*two, place=Place(own=doors[1], siblings=(paths[0],)))
+    one = await beginning
+    assert heard(one) == heard(other) == 1
+    first = await other.chat("hello " * 500)
+    await until(lambda: shared(one, "heard") >= 1)
+    reply = await one.chat("hello " * 500, "answer", "and now")
+    assert reply.headers["x-smetric-instance"] == first.headers["x-smetric-instance"]
+    assert reply.headers["x-smetric-reason"] == "sticky"
 
 
 async def test_a_peer_that_says_nothing_does_not_keep_a_router_from_its_work(engines, route, monkeypatch) -> None:
@@ -165,7 +183,7 @@ def test_frames_say_what_was_said_and_ten_thousand_mutations_are_told() -> None:
 async def test_a_listener_that_does_not_read_is_left_out(engines, route, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(sharing, "BEHIND_BYTES_MAX", 1000)
     (engine,) = await engines(1)
-    router = await route(engine, place=Place(own=tmp_path / "own.sock"))
+    router = await route(engine, place=Place(own=listen_unix(tmp_path / "own.sock")))
     _, writer = await asyncio.open_unix_connection(tmp_path / "own.sock", limit=1)
     await until(lambda: bool(router.app.sharing._listeners))
     async with asyncio.timeout(30):
