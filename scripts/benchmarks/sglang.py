@@ -177,7 +177,8 @@ class Bench:
     def hits(self, storages: dict[str, tuple[dict[str, Any], dict[str, str]]]) -> list[Row]:
         """The row of the time to the first token when the prompt is in the storage.
 
-        Beside what SGLang takes for any hit, which is the limit: the same prompt, found on the device.
+        Beside what SGLang takes for any hit, which is the limit: the same prompt, found on the device. The other server stands
+        still meanwhile: with nothing to do SGLang's scheduler keeps a core busy, of which there may be two.
         """
         figure = Figure(
             f"first token, {PROMPT_TOKENS} tokens from the storage (limit: from the device)",
@@ -201,15 +202,17 @@ class Bench:
             server.wait()
         runs = 2 * self.size.runs + 1  # what SGLang takes for any hit differs by half from one to the next
         prompts = [[10 + (7 * run + 13 * place) % 1900 for place in range(PROMPT_TOKENS)] for run in range(runs)]
+        others = {name: [each.running for each in servers.values() if each is not servers[name]] for name in servers}
         for name, server in servers.items():
             self.say(f"{name}: storing {len(prompts)} prompts")
             for prompt in prompts:
                 self._stored(server, prompt)
         for run, prompt in enumerate(prompts):
             for name, server in sorted(servers.items(), reverse=run % 2 == 0):
-                server.flush()
-                figure.add(name, 1000 * _first_token(server, prompt, "storage"))
-                device = _first_token(server, prompt, "device")
+                with self.supervisor.standing_still(*others[name]):
+                    server.flush()
+                    figure.add(name, 1000 * _first_token(server, prompt, "storage"))
+                    device = _first_token(server, prompt, "device")
                 if name == OURS:
                     figure.add(LIMIT, 1000 * device)
         self.supervisor.stop(*(server.running for server in servers.values()))

@@ -169,6 +169,18 @@ class Supervisor:
             if running.ready and running.process.pid in killed:
                 print(f"{running.name} did not stop within {self.grace_s:g} s and was killed", file=sys.stderr)
 
+    @contextlib.contextmanager
+    def standing_still(self, *programs: Running) -> Iterator[None]:
+        """These programs, with what they have started, do nothing meanwhile."""
+        try:
+            for running in programs:
+                os.killpg(running.process.pid, signal.SIGSTOP)
+            yield
+        finally:
+            for running in programs:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(running.process.pid, signal.SIGCONT)
+
     def close(self) -> None:
         """Stop every program and the guard."""
         with _uninterrupted():
