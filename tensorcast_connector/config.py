@@ -205,7 +205,7 @@ STORAGE_WRITE_ROUNDS = 3  # in which pages are written that somebody else was ju
 STORAGE_KEYS_PER_LOOKUP = 16_384  # a long prompt in small pages is looked up in several requests,
 STORAGE_PAGES_PER_BATCH = 128  # and read and written so many pages at a time
 STORAGE_COPY_THREADS = 2  # that copy one batch: one does not get all that memory gives,
-STORAGE_COPY_SHARED_BYTES = 4 << 20  # unless the batch is smaller
+STORAGE_COPY_SHARED_BYTES = 8 << 20  # unless the batch is smaller: that is copied in a millisecond, keeping the GIL
 STORAGE_COUNTS_MAX = 1024  # batches whose figures are kept until they are asked for
 STORAGE_SCATTERED_PAGES_MAX = (
     512  # of the end of a prompt, that are looked up one by one: states are kept at some places only

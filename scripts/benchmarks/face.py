@@ -1,6 +1,7 @@
 """The face that all benchmarks share: a row, how it is made of measurements, and how it is shown."""
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,21 +21,44 @@ class BenchError(Exception):
 @dataclass(frozen=True, slots=True)
 class Target:
     """What has to be at most, less than or at least so much: `ours`, its `ratio` to the limit, that to each of the `peers`, or
-    that to the `best peer`, the one with the lowest median. Where no peer runs the last asks for nothing."""
+    that to the `best peer`, the one with the lowest median. Where no peer runs the last asks for nothing.
+
+    Attributes:
+        tie: of `peers`, where what both do besides differs by more from run to run than the two differ: a median that misses by
+            no more than this share is a tie, as long as the value itself is in the interval that the median lies in (95 %).
+    """
 
     of: Literal["ours", "ratio", "peers", "best peer"]
     side: Literal["<=", "<", ">="]
     value: float
+    tie: float = 0.0
 
     def __str__(self) -> str:
         of = "each ratio to a peer" if self.of == "peers" else self.of
-        return f"{of} {self.side} {self.value:,.10g}"
+        tie = f", or a tie within {self.tie:.0%}" if self.tie else ""
+        return f"{of} {self.side} {self.value:,.10g}{tie}"
 
     def holds(self, value: float) -> bool:
         """Whether it is reached."""
         if self.side == "<":
             return value < self.value
         return value <= self.value if self.side == "<=" else value >= self.value
+
+    def tied(self, ratios: Sequence[float]) -> bool:
+        """Whether these, each of one run, are a tie."""
+        low, high = median_interval(ratios)
+        near = abs(statistics.median(ratios) - self.value) <= self.tie * self.value
+        return self.tie > 0 and near and low <= self.value <= high
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where the median lies that these were drawn around, at 95 % at least, however they are distributed (the sign test's)."""
+    ordered, count = sorted(values), len(values)
+    tail, place = 1.0, 0  # of 2 ** count ways in which they can fall on the two sides
+    while (tail + math.comb(count, place + 1)) / 2**count <= 0.025:
+        place += 1
+        tail += math.comb(count, place)
+    return ordered[place], ordered[-1 - place]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +137,11 @@ class Figure:
                 targets = tuple(target for target in targets if target.of != "best peer")
         elif self.limit:
             ratio = statistics.median(ours / limit for ours, limit in zip(self.ours, self.limit, strict=True))
-        holds = all(target.holds(judged) for target in targets for judged in self._judged(target, median, ratio))
+        holds = all(
+            target.holds(judged) or self._tied(target, peer)
+            for target in targets
+            for peer, judged in self._judged(target, median, ratio).items()
+        )
         shown = {**self.peers, **self.beside}
         return Row(
             row=self.row,
@@ -134,20 +162,28 @@ class Figure:
         best = min(self.peers.values(), key=statistics.median)
         return statistics.median(ours / peer for ours, peer in zip(self.ours, best, strict=True))
 
-    def _judged(self, target: Target, median: float, ratio: float | None) -> list[float]:
-        """What the target is held against."""
+    def _judged(self, target: Target, median: float, ratio: float | None) -> dict[str, float]:
+        """What the target is held against, by the peer if it is of peers."""
         if target.of == "ours":
-            return [median]
+            return {"": median}
         if target.of in ("ratio", "best peer"):
             if ratio is None:
                 raise BenchError(f"{self.row}: a ratio is to be judged, and there is no limit")
-            return [ratio]
-        return [
-            statistics.median(ours / peer for ours, peer in zip(self.ours, values, strict=True))
+            return {"": ratio}
+        return {
+            name: statistics.median(self.ratios(name))
             if len(values) == len(self.ours)
             else median / statistics.median(values)  # it failed in some runs
-            for values in self.peers.values()
-        ]
+            for name, values in self.peers.items()
+        }
+
+    def ratios(self, peer: str) -> list[float]:
+        """Ours to that peer's, run by run."""
+        return [ours / theirs for ours, theirs in zip(self.ours, self.peers[peer], strict=True)]
+
+    def _tied(self, target: Target, peer: str) -> bool:
+        values = self.peers.get(peer, [])
+        return target.of == "peers" and len(values) == len(self.ours) and target.tied(self.ratios(peer))
 
 
 def number(value: float | None) -> str:

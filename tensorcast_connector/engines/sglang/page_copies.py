@@ -1,4 +1,9 @@
-"""Bytes of pages between an engine's host memory and memory of the pool, on several threads."""
+"""Bytes of pages between an engine's host memory and memory of the pool.
+
+A large batch is copied by several threads, which let go of the GIL for each part. A small one is copied by its caller alone, who
+keeps it: SGLang's scheduler never rests, so whoever has let go of the GIL may wait for it for sys.getswitchinterval(), which is
+longer than the whole copy.
+"""
 
 import contextlib
 import ctypes
@@ -26,11 +31,23 @@ def size_of(parts: Parts) -> int:
     return sum(part.length for part in parts)
 
 
+# What copies one part: (to, from, bytes).
+Move = Callable[[int, int, int], object]
+_keeping_the_gil = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ("memmove", ctypes.pythonapi)
+)
+
+
+def move_of(size: int) -> Move:
+    """What copies the parts of a batch of so many bytes."""
+    return ctypes.memmove if size >= STORAGE_COPY_SHARED_BYTES else _keeping_the_gil
+
+
 def _address(memory: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def copy_out(parts: Parts, slot: memoryview) -> None:
+def copy_out(parts: Parts, slot: memoryview, move: Move) -> None:
     """Host memory -> pool.
 
     Raises:
@@ -40,15 +57,15 @@ def copy_out(parts: Parts, slot: memoryview) -> None:
     if slot.nbytes != size_of(parts):
         raise Unavailable(f"a page has {size_of(parts)} bytes where the others have {slot.nbytes}")
     for part in parts:
-        ctypes.memmove(at, part.address, part.length)
+        move(at, part.address, part.length)
         at += part.length
 
 
-def copy_in(slot: memoryview, parts: Parts) -> None:
+def copy_in(slot: memoryview, parts: Parts, move: Move) -> None:
     """Pool -> host memory; the slot has as many bytes as the parts."""
     at = _address(slot)
     for part in parts:
-        ctypes.memmove(part.address, at, part.length)
+        move(part.address, at, part.length)
         at += part.length
 
 

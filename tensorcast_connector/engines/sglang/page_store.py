@@ -24,7 +24,7 @@ from tensorcast_connector.config import (
     STORAGE_KEYS_PER_LOOKUP,
     STORAGE_WRITE_ROUNDS,
 )
-from tensorcast_connector.engines.sglang.page_copies import Parts, Together, copy_in, copy_out, size_of
+from tensorcast_connector.engines.sglang.page_copies import Parts, Together, copy_in, copy_out, move_of, size_of
 from tensorcast_connector.errors import DeadlineExceeded, TensorcastError, Unavailable
 from tensorcast_connector.wire.messages import LookupResult
 
@@ -224,7 +224,8 @@ class PageStore:
             self._answered()
             done = _fitting(slots, pages)
             size = sum(slot.nbytes for slot in slots[:done])
-            self._together.run(lambda number: copy_in(slots[number], pages[number]), done, size)
+            move = move_of(size)
+            self._together.run(lambda number: copy_in(slots[number], pages[number], move), done, size)
             if not self._worker.still_holds(mapping):
                 # What was copied was no longer held, so others may have written there.
                 raise Unavailable("lost the worker while pages were copied")
@@ -284,12 +285,12 @@ class PageStore:
         reserved = [hashes[each] for each, _ in mine]
         if not mine:
             return []
-        digests = [0] * len(mine)
+        digests, move = [0] * len(mine), move_of(len(mine) * size)
 
         def copy(number: int) -> None:
             each, slot = mine[number]
             with self._worker.writing(mapping):
-                copy_out(pages[each], slot)
+                copy_out(pages[each], slot, move)
             digests[number] = xxhash.xxh3_64_intdigest(slot)
 
         try:

@@ -1,12 +1,13 @@
 """Batches that several threads copy: all of it, by whoever has time, and nobody copies any more at the end."""
 
 import ctypes
+import sys
 import threading
 
 import pytest
 
 from tensorcast_connector.config import STORAGE_COPY_SHARED_BYTES, STORAGE_COPY_THREADS
-from tensorcast_connector.engines.sglang.page_copies import Span, Together, copy_in, copy_out
+from tensorcast_connector.engines.sglang.page_copies import Span, Together, copy_in, copy_out, move_of
 from tensorcast_connector.errors import Unavailable
 from tests.waiting import until_blocking
 
@@ -94,12 +95,46 @@ def test_the_threads_end_with_the_object() -> None:
     until_blocking(lambda: not any(each.is_alive() for each in threads))
 
 
-def test_parts_of_a_page_follow_one_another() -> None:
+@pytest.mark.parametrize("size", [LARGE, LARGE - 1])
+def test_parts_of_a_page_follow_one_another(size: int) -> None:
+    move = move_of(size)
     one, two, slot = ctypes.create_string_buffer(b"abc", 3), ctypes.create_string_buffer(b"de", 2), bytearray(5)
     parts = [Span(ctypes.addressof(one), 3), Span(ctypes.addressof(two), 2)]
-    copy_out(parts, memoryview(slot))
+    copy_out(parts, memoryview(slot), move)
     assert slot == b"abcde"
-    copy_in(memoryview(bytearray(b"vwxyz")), parts)
+    copy_in(memoryview(bytearray(b"vwxyz")), parts, move)
     assert one.raw + two.raw == b"vwxyz"
     with pytest.raises(Unavailable, match="5 bytes where the others have 4"):
-        copy_out(parts, memoryview(slot)[:4])
+        copy_out(parts, memoryview(slot)[:4], move)
+
+
+@pytest.mark.slow
+def test_a_small_batch_is_copied_while_nobody_else_runs() -> None:
+    """Beside a thread that never rests, as SGLang's scheduler, every part that lets go of the GIL may wait for it."""
+    pages = 256
+    source, target = ctypes.create_string_buffer(pages * 4096), bytearray(pages * 4096)
+    slots = [memoryview(target)[at : at + 4096] for at in range(0, len(target), 4096)]
+    parts = [[Span(ctypes.addressof(source) + at, 4096)] for at in range(0, len(target), 4096)]
+    ran = 0
+    stopped = threading.Event()
+
+    def never_rest() -> None:
+        nonlocal ran
+        while not stopped.is_set():
+            ran += 1
+
+    spinning = threading.Thread(target=never_rest)
+    before, between = sys.getswitchinterval(), 0
+    sys.setswitchinterval(0.2)
+    try:
+        spinning.start()
+        until_blocking(lambda: ran > 0, 60)
+        count = ran
+        for number, slot in enumerate(slots):
+            copy_in(slot, parts[number], move_of(len(target)))
+        between = ran - count
+    finally:
+        sys.setswitchinterval(before)
+        stopped.set()
+        spinning.join()
+    assert between == 0

@@ -122,8 +122,8 @@ def test_a_page_that_cannot_be_copied_leaves_nothing(
     host.start()
     one, real, failed = store(attach()), page_copies.copy_out, []
 
-    def losing(parts: Parts, slot: memoryview) -> None:
-        real(parts, slot)
+    def losing(parts: Parts, slot: memoryview, move: page_copies.Move) -> None:
+        real(parts, slot, move)
         if not failed:
             failed.append(threading.get_ident())
             raise Unavailable("lost")
