@@ -144,7 +144,7 @@ class Figure:
         )
         shown = {**self.peers, **self.beside}
         return Row(
-            row=self.row,
+            row=self.row + "".join(self._told(peer) for peer in self.peers if any(target.tie for target in targets)),
             unit=self.unit,
             ours=median,
             peers={**{name: statistics.median(values) for name, values in shown.items()}, **missing},
@@ -180,6 +180,14 @@ class Figure:
     def ratios(self, peer: str) -> list[float]:
         """Ours to that peer's, run by run."""
         return [ours / theirs for ours, theirs in zip(self.ours, self.peers[peer], strict=True)]
+
+    def _told(self, peer: str) -> str:
+        """Its part of the row's name, if ties are looked at: the median of the pairs, and where that lies."""
+        if len(self.peers[peer]) != len(self.ours):
+            return ""
+        ratios = self.ratios(peer)
+        low, high = median_interval(ratios)
+        return f"; {statistics.median(ratios):.2f} of {peer} ({low:.2f} to {high:.2f})"
 
     def _tied(self, target: Target, peer: str) -> bool:
         values = self.peers.get(peer, [])

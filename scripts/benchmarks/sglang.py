@@ -9,7 +9,6 @@ takes to copy a batch; ours copies by two.
 import json
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from demo.sglang_engine import PYTHON, Answer, SglangOptions, SglangServer
 
 from benchmarks.driver import Driver
 from benchmarks.environments import ROOT, install_debian_package, python_of
-from benchmarks.face import LIMIT, OURS, BenchError, Figure, Row, Target, median_interval
+from benchmarks.face import LIMIT, OURS, BenchError, Figure, Row, Target
 
 REQUIREMENTS = Path(__file__).with_suffix(".requirements.txt")
 ALONE = ("mooncake-transfer-engine-non-cuda==0.3.13.post1",)
@@ -218,9 +217,6 @@ class Bench:
                 if name == OURS:
                     figure.add(LIMIT, 1000 * device)
         self.supervisor.stop(*(server.running for server in servers.values()))
-        for peer in figure.peers:
-            low, high = median_interval(figure.ratios(peer))
-            figure.row += f"; {statistics.median(figure.ratios(peer)):.2f} of {peer} ({low:.2f} to {high:.2f})"
         return [figure.made({MOONCAKE: self.missing[MOONCAKE]} if MOONCAKE in self.missing else {})]
 
     def _stored(self, server: SglangServer, prompt: list[int]) -> Answer:

@@ -18,7 +18,7 @@ from tensorcast_connector.config import ARTIFACT_SPARE_BYTES
 from tensorcast_connector.core.artifact import ALIGN_BYTES, CHUNK_BYTES, TensorSpec, check_fits, chunk_count, layout
 from tensorcast_connector.errors import InvalidArgument
 
-CACHED_BYTES = 256 << 10  # a part that stays in a core's own cache, with its source, between copying and digesting it
+CACHED_BYTES = 512 << 10  # a part that stays in a core's own cache, with its source, between copying and digesting it
 READ_BYTES = 1 << 20  # of a file in one read, which costs more than a copy to begin
 _ZEROS = bytes(ALIGN_BYTES)
 

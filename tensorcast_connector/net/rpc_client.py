@@ -5,7 +5,7 @@ import contextlib
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from tensorcast_connector.config import (
@@ -35,9 +35,9 @@ from tensorcast_connector.wire.messages import (
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=Message)
-# An error is a result here: a caller that was cancelled in the same instant would leave an exception unread.
-# None: there was no answer in time.
-_Answer = asyncio.Future[Frame | TensorcastError | None]
+# What came of a request: its reply, why the connection ended, or None: there was no answer in time. An error is a result here:
+# a caller that was cancelled in the same instant would leave an exception unread.
+_Answer = Frame | TensorcastError | None
 
 
 class RpcClient:
@@ -74,7 +74,8 @@ class RpcClient:
         self._on_disconnected = on_disconnected
         self._settle = settle
         self._stream: Stream | None = None  # set once the server has answered the hello
-        self._pending: dict[int, tuple[_Answer, float]] = {}  # by request id, and when it is given up (loop's time)
+        # By request id, each until it is answered: who is told, and when it is given up (loop's time).
+        self._pending: dict[int, tuple[Callable[[_Answer], None], float]] = {}
         # One timer for all calls, since one for each would cost more than the call: at the earliest time in `_pending`.
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at_s = math.inf
@@ -145,26 +146,76 @@ class RpcClient:
             raise Unavailable(str(self.error))
         return await self._exchange(self._stream, message, expected, timeout_s)
 
+    def send(
+        self, message: Message, expected: type[R], timeout_s: float, done: Callable[[R | TensorcastError], None]
+    ) -> Callable[[], bool]:
+        """Sends `message` without a task that would wait for its reply.
+
+        Args:
+            done: is given the reply or what `call` would raise, once, and not before this returns.
+
+        Returns:
+            what takes the request back, so that `done` is not called any more; False: it was.
+
+        Raises:
+            Unavailable: not connected.
+            ProtocolError: `message` is too large.
+        """
+        stream = self._stream
+        if stream is None:
+            raise Unavailable(str(self.error))
+
+        def told(answer: _Answer) -> None:
+            result: R | TensorcastError
+            try:
+                result = self._result(stream, request_id, answer, expected, timeout_s)
+            except TensorcastError as error:
+                result = error
+            try:
+                done(result)
+            except Exception:  # a fault of our own is not one of the connection
+                logger.exception("the answer to %s was not taken", type(message).__name__)
+
+        def take_back() -> bool:
+            if self._pending.pop(request_id, None) is None:
+                return False
+            stream.write(encode_frame(Kind.CANCEL, request_id, b""))
+            return True
+
+        request_id = self._begin(stream, message, timeout_s, told)
+        return take_back
+
     async def _exchange(self, stream: Stream, message: Message, expected: type[R], timeout_s: float) -> R:
-        request_id = self._next_id
-        self._next_id += 1
-        request = encode_frame(Kind.REQUEST, request_id, encode(message), max(1, int(timeout_s * 1000)))
-        stream.write(request)
-        # What follows is done while the other side works: the answer cannot be read before this coroutine waits.
-        loop = asyncio.get_running_loop()
-        future: _Answer = loop.create_future()
-        # The other side gives up first, so that its reason arrives; this is for when it is silent.
-        give_up_s = loop.time() + timeout_s * 1.25
-        self._pending[request_id] = future, give_up_s
-        if give_up_s < self._alarm_at_s:
-            self._set_alarm(give_up_s)
+        # What is done before the waiting is done while the other side works.
+        future: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+
+        def told(answer: _Answer) -> None:
+            if not future.done():
+                future.set_result(answer)
+
+        request_id = self._begin(stream, message, timeout_s, told)
         try:
             answer = await future
         except asyncio.CancelledError:
+            self._pending.pop(request_id, None)
             stream.write(encode_frame(Kind.CANCEL, request_id, b""))
             raise
-        finally:
-            del self._pending[request_id]
+        return self._result(stream, request_id, answer, expected, timeout_s)
+
+    def _begin(self, stream: Stream, message: Message, timeout_s: float, told: Callable[[_Answer], None]) -> int:
+        """Sends a request. The answer cannot be read before the event loop's next turn."""
+        request_id = self._next_id
+        self._next_id += 1
+        stream.write(encode_frame(Kind.REQUEST, request_id, encode(message), max(1, int(timeout_s * 1000))))
+        # The other side gives up first, so that its reason arrives; this is for when it is silent.
+        give_up_s = asyncio.get_running_loop().time() + timeout_s * 1.25
+        self._pending[request_id] = told, give_up_s
+        if give_up_s < self._alarm_at_s:
+            self._set_alarm(give_up_s)
+        return request_id
+
+    def _result(self, stream: Stream, request_id: int, answer: _Answer, expected: type[R], timeout_s: float) -> R:
+        """Raises as `call`."""
         if answer is None:
             stream.write(encode_frame(Kind.CANCEL, request_id, b""))
             raise DeadlineExceeded(f"{self.address} did not answer within {timeout_s:g} s")
@@ -182,15 +233,9 @@ class RpcClient:
     def _give_up(self) -> None:
         """Ends the calls whose time is over."""
         now = asyncio.get_running_loop().time()
-        following = math.inf
-        for future, give_up_s in self._pending.values():
-            if future.done():
-                continue
-            if give_up_s <= now:
-                future.set_result(None)
-            else:
-                following = min(following, give_up_s)
-        self._set_alarm(following)
+        over = [request_id for request_id, (_, give_up_s) in self._pending.items() if give_up_s <= now]
+        self._set_alarm(min((at for _, at in self._pending.values() if at > now), default=math.inf))
+        self._end(over, None)
 
     async def _run(self) -> None:
         # No TaskGroup here: on Python 3.11 it swallows a cancellation that meets an error of one of its tasks.
@@ -259,9 +304,9 @@ class RpcClient:
             for frame in decoder.feed(data):
                 if frame.request_id == 0:
                     result_of(frame, Message)  # the server says why it ends the connection
-                waiting = self._pending.get(frame.request_id)
-                if waiting is not None and not waiting[0].done():
-                    waiting[0].set_result(frame)
+                waiting = self._pending.pop(frame.request_id, None)
+                if waiting is not None:
+                    waiting[0](frame)
             return True
 
         self._given_up = None
@@ -296,9 +341,14 @@ class RpcClient:
         return self._given_up
 
     def _fail_pending(self, error: TensorcastError) -> None:
-        for future, _ in self._pending.values():
-            if not future.done():
-                future.set_result(error)
+        self._end(list(self._pending), error)
+
+    def _end(self, request_ids: Iterable[int], answer: TensorcastError | None) -> None:
+        """One by one: who is told may send more, or take others of them back."""
+        for request_id in request_ids:
+            waiting = self._pending.pop(request_id, None)
+            if waiting is not None:
+                waiting[0](answer)
 
     def _down(self, error: TensorcastError) -> None:
         """The connection has ended, or never came about."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tensorcast_connector.config import NAME_CHARS_MAX
-from tensorcast_connector.core.ledger import Known, Ledger
+from tensorcast_connector.core.ledger import Known, Ledger, UnderWay
 from tensorcast_connector.core.plan import INSTANCE_OPERATIONS
 from tensorcast_connector.core.weights import decode_manifest, is_manifest
 from tensorcast_connector.errors import InvalidArgument, NotFound, ProtocolError, Unavailable, error_from_code
@@ -84,15 +84,11 @@ class Executor:
             Conflict: it comes from a gateway that does not own the plan any more, or was cancelled.
             TensorcastError: what went wrong.
         """
-        standing = self._ledger.begin(
-            message.key, message.digest, message.epoch, message.step, message.timeout_s, self._now()
-        )
+        standing = self._begin(message)
         if isinstance(standing, Known):
-            self._tell("step known", message, standing.result)
             return standing.result
         if standing.fresh:
-            self._tell("step begun", message)
-            if self._is_here(message):
+            if self.is_here(message):
                 return self._done_at_once(standing.number, message)
             task = asyncio.get_running_loop().create_task(self._do(standing.number, message))
             self._tasks[standing.number] = task
@@ -106,6 +102,23 @@ class Executor:
             if not task.cancelled():
                 raise  # who asked has gone; the step goes on for others, or until nobody waits for it
             raise Unavailable(f"step {message.step} of plan {message.key!r} was cancelled") from None
+
+    def at_once(self, message: RunStep) -> Known | None:
+        """The result of a step that `is_here`; None: it is under way, `run` waits for it. Raises as `run`."""
+        standing = self._begin(message)
+        if isinstance(standing, Known):
+            return standing
+        return Known(self._done_at_once(standing.number, message)) if standing.fresh else None
+
+    def _begin(self, message: RunStep) -> Known | UnderWay:
+        standing = self._ledger.begin(
+            message.key, message.digest, message.epoch, message.step, message.timeout_s, self._now()
+        )
+        if isinstance(standing, Known):
+            self._tell("step known", message, standing.result)
+        elif standing.fresh:
+            self._tell("step begun", message)
+        return standing
 
     def _tell(self, what: str, message: RunStep, result: Any = None, why: str = "") -> None:
         """To the stories, in order, once what follows from it is on its way."""
@@ -156,7 +169,7 @@ class Executor:
         self._ledger.ended(number, done=True, result=result)
         return result
 
-    def _is_here(self, message: RunStep) -> bool:
+    def is_here(self, message: RunStep) -> bool:
         """Whether a step waits for nobody: then a task, and the turns of the loop that it takes, would be all that it costs."""
         reference, tenant = message.arguments.get("artifact"), message.key.partition("/")[0]
         if message.operation not in ("prefetch", "pin", "unpin") or not isinstance(reference, str):

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from tensorcast_connector.config import LANE_REQUESTS_MAX
 from tensorcast_connector.core.cluster import ARTIFACTS, CALLERS, NAMES, PLANS
-from tensorcast_connector.errors import DeadlineExceeded, Unavailable
+from tensorcast_connector.errors import DeadlineExceeded, TensorcastError, Unavailable
 from tensorcast_connector.net.rpc_client import RpcClient
 from tensorcast_connector.wire.messages import SERVICE_VERSION, Message
 from tensorcast_connector.wire.plan_messages import CancelOwnedPlan, CancelSteps, RunStep
@@ -122,6 +122,40 @@ class Lane:
         async with self.turn(timeout_s, whose(message)) as left_s:
             return await self.call_now(message, expected, left_s)
 
+    def send(
+        self, message: Message, expected: type[R], timeout_s: float, done: Callable[[R | TensorcastError], None]
+    ) -> Callable[[], bool] | None:
+        """As RpcClient.send, if there is room and a connection just now. None: `call` waits for them."""
+        if not self._client.connected or not self._room.taken():
+            return None
+
+        def answered(result: R | TensorcastError) -> None:
+            self._room.release()
+            if isinstance(result, Unavailable):
+                result = self._failed(result)
+            done(result)
+
+        try:
+            take_back = self._client.send(message, expected, timeout_s, answered)
+        except BaseException as error:
+            self._room.release()
+            if isinstance(error, Unavailable):
+                return None
+            raise
+
+        def taken_back() -> bool:
+            if not take_back():
+                return False
+            self._room.release()
+            return True
+
+        return taken_back
+
+    def _failed(self, error: Unavailable) -> Unavailable:
+        if self._another:
+            self._client.try_another(error)
+        return self._explain(error)
+
     @asynccontextmanager
     async def turn(self, timeout_s: float, tenant: str = "") -> AsyncIterator[float]:
         """Until it is this request's turn, which ends with the block; how much time is left.
@@ -163,9 +197,7 @@ class Lane:
         try:
             return await self._client.call(message, expected, max(until - loop.time(), 0.001))
         except Unavailable as error:
-            if self._another:
-                self._client.try_another(error)
-            raise self._explain(error) from None
+            raise self._failed(error) from None
 
 
 class StepLanes:

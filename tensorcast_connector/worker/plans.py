@@ -7,6 +7,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -72,6 +73,7 @@ class Plans:
         self._tickets = itertools.count(1)
         self._callers: dict[int, asyncio.Future[PlanState]] = {}
         self._asks: dict[Ask, asyncio.Task[None]] = {}
+        self._sent: dict[Ask, Callable[[], bool]] = {}  # without a task; what takes it back
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at = math.inf  # when it rings
         self._closed = False
@@ -157,6 +159,8 @@ class Plans:
         outbox, ended = self._core.outbox, list[tuple[str, PlanRecord]]()
         for each in outbox.poll():
             if isinstance(each, Ask):
+                if each.to == STORE and self._send_to_store(each):
+                    continue
                 if after is None or following is not None or type(each.message) is type(after.message):
                     self._spawn(each)
                 else:
@@ -166,6 +170,8 @@ class Plans:
                     following = None
                 elif each.ask in self._asks:
                     self._asks[each.ask].cancel()
+                elif (take_back := self._sent.pop(each.ask, None)) is not None:
+                    take_back()
             elif isinstance(each, Answer):
                 self._tell(each)
             elif isinstance(each, Began):
@@ -217,6 +223,48 @@ class Plans:
                 self._asks.pop(ask, None)
             following = self._pump(ask)
 
+    # --- without a task, whose turns of the loop would be most of what a short plan takes ---
+
+    def _send_to_store(self, ask: Ask) -> bool:
+        """False: it has to wait, or cannot be sent, which a task is told."""
+        try:
+            take_back = self._peers.store.send(
+                ask.message, ANSWERS[type(ask.message)], ask.timeout_s, lambda result: self._came(ask, result)
+            )
+        except TensorcastError:
+            return False
+        if take_back is not None:
+            self._sent[ask] = take_back
+        return take_back is not None
+
+    def _came(self, ask: Ask, result: Any) -> None:
+        del self._sent[ask]
+        if isinstance(result, TensorcastError):
+            result = _failure(ask, result)
+        self._answered(ask, result)
+        following = self._pump(ask)
+        while following is not None:
+            ask = following
+            if not self._did(ask):
+                self._spawn(ask)
+                return
+            following = self._pump(ask)
+
+    def _did(self, ask: Ask) -> bool:
+        """Whether a step waits for nobody; then it is done."""
+        if ask.to != self._me or not isinstance(ask.message, RunStep) or not self._executor.is_here(ask.message):
+            return False
+        try:
+            with self._traced(ask):
+                known = self._executor.at_once(ask.message)
+            if known is None:
+                return False
+            result: Any = StepDone(known.result)
+        except Exception as error:
+            result = _failure(ask, error)
+        self._answered(ask, result)
+        return True
+
     def _tell(self, answer: Answer) -> None:
         future = self._callers.get(answer.ticket)
         if future is None or future.done():
@@ -227,18 +275,18 @@ class Plans:
             future.set_result(answer.result)
 
     async def _carry(self, ask: Ask) -> None:
-        traced = self._tracing.step(ask.message) if isinstance(ask.message, RunStep) else None
         try:
-            with traced or contextlib.nullcontext():
+            with self._traced(ask):
                 result: Any = await self._send(ask)
-        except TensorcastError as error:
-            logger.debug("%s failed: %s", type(ask.message).__name__, error)
-            result = error
-        except TimeoutError:
-            result = DeadlineExceeded("not done by the deadline")
-        except Exception as error:  # a fault of our own ends the step, and not the gateway
-            logger.exception("%s failed", type(ask.message).__name__)
-            result = TensorcastError(f"{type(error).__name__}: {error}")
+        except Exception as error:
+            result = _failure(ask, error)
+        self._answered(ask, result)
+
+    def _traced(self, ask: Ask) -> AbstractContextManager[None]:
+        traced = self._tracing.step(ask.message) if isinstance(ask.message, RunStep) else None
+        return traced or contextlib.nullcontext()
+
+    def _answered(self, ask: Ask, result: Any) -> None:
         if isinstance(ask.message, RunStep):
             how = f"failed: {result}" if isinstance(result, TensorcastError) else "done"
             self._note("step answered", ask.message.key, f"{step_label(ask.message)} at {ask.to}: {how}")
@@ -275,7 +323,22 @@ class Plans:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
+        for take_back in self._sent.values():
+            take_back()
+        self._sent.clear()
         tasks = list(self._asks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _failure(ask: Ask, error: Exception) -> TensorcastError:
+    """What became of a request that ended like that."""
+    if isinstance(error, TensorcastError):
+        logger.debug("%s failed: %s", type(ask.message).__name__, error)
+        return error
+    if isinstance(error, TimeoutError):
+        return DeadlineExceeded("not done by the deadline")
+    # A fault of our own ends the step, and not the gateway.
+    logger.error("%s failed", type(ask.message).__name__, exc_info=error)
+    return TensorcastError(f"{type(error).__name__}: {error}")

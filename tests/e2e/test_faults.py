@@ -123,6 +123,7 @@ def test_preempted_requests_save_and_load_the_right_pages(
     assert (tight.sources() - before).pool > 0
 
 
+@pytest.mark.long
 def test_two_ranks_save_and_load_their_own_halves(
     workers: tuple[Started, Started], tiny: Path, start_engine: Start, salt: str
 ) -> None:

@@ -10,7 +10,7 @@ from demo.pool import Started
 
 from tests.e2e.probe import patient, saved, statistics, tokens, until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 PROMPT = 2000
 
 

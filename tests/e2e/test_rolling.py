@@ -98,6 +98,7 @@ def supervisor() -> Iterator[Supervisor]:
         yield made
 
 
+@pytest.mark.long
 def test_everything_is_restarted_under_traffic(supervisor: Supervisor, tiny: Path) -> None:
     store = pool.store(supervisor, "rolling-store")
     workers = [pool.worker(supervisor, store["store"], f"rolling-{name}", "256MiB") for name in "ab"]

@@ -322,6 +322,7 @@ def test_a_tensor_that_is_missing_or_cut_off_is_named(one: Ranks, tiny: Path, tm
     assert "error" in found and any("model.safetensors" in line for line in found["said"])
 
 
+@pytest.mark.long
 def test_servers_answer_alike(
     tiny: Path, tmp_path: Path, worker: dict[str, Any], start_engine: Callable[[str, EngineOptions], Engine]
 ) -> None:

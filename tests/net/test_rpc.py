@@ -160,6 +160,84 @@ async def test_cancelled_before_the_handler_began(pair: Pair) -> None:
     stream.close()
 
 
+async def test_what_is_sent_without_waiting_is_told_once(pair: Pair) -> None:
+    client = await pair.connected()
+    told: list[Any] = []
+    pair.service.open("four")
+    take_back = client.send(lookup("four"), LookupResult, T, told.append)
+    assert told == [], "not before it returns"
+    await until(lambda: told)
+    assert told == [LookupResult(4, 0)] and take_back() is False
+    client.send(Release(["h"]), Ok, T, told.append)
+    client.send(GetStatistics(), LookupResult, T, told.append)  # another kind of answer than was expected
+    client.send(lookup("slow"), LookupResult, 0.01, told.append)
+    await until(lambda: len(told) == 4)
+    assert sorted(type(each).__name__ for each in told[1:]) == ["DeadlineExceeded", "NotFound", "ProtocolError"]
+    await until(lambda: pair.service.cancelled == ["slow"])
+    assert "0 pending" in repr(client)
+
+
+async def test_what_is_sent_can_be_taken_back(pair: Pair) -> None:
+    client = await pair.connected()
+    told: list[Any] = []
+    take_back = client.send(lookup("gone"), LookupResult, T, told.append)
+    await until(lambda: pair.service.started)
+    assert take_back() is True and take_back() is False
+    await until(lambda: pair.service.cancelled == ["gone"])
+    assert told == [] and "0 pending" in repr(client)
+
+
+async def test_what_is_sent_fails_with_its_connection(pair: Pair) -> None:
+    client = await pair.connected()
+    told: list[Any] = []
+
+    def again(result: Any) -> None:
+        told.append(result)
+        if len(told) == 1:  # its connection is at its end: this one is told as well, or refused
+            try:
+                client.send(lookup("again"), LookupResult, T, told.append)
+            except Unavailable as error:
+                told.append(error)
+
+    client.send(lookup("x"), LookupResult, T, again)
+    await until(lambda: pair.service.started)
+    pair.service.streams[0].close()
+    await until(lambda: len(told) == 2)
+    assert [type(each) for each in told] == [Unavailable, Unavailable]
+    await client.close()
+    with pytest.raises(Unavailable):
+        client.send(lookup("x"), LookupResult, T, told.append)
+
+
+async def test_who_is_told_may_take_others_back(pair: Pair) -> None:
+    """Also while all of them fail with their connection: who was taken back is not told."""
+    client = await pair.connected()
+    told: list[str] = []
+
+    def first(_: Any) -> None:
+        told.append("first")
+        assert take_back() is True
+
+    client.send(lookup("x"), LookupResult, T, first)
+    take_back = client.send(lookup("y"), LookupResult, T, lambda _: told.append("second"))
+    client.send(lookup("z"), LookupResult, T, lambda _: told.append("third"))
+    await until(lambda: len(pair.service.started) == 3)
+    pair.service.streams[0].close()
+    await until(lambda: len(told) == 2)
+    assert told == ["first", "third"]
+
+
+async def test_who_fails_at_an_answer_breaks_nothing(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    client = await pair.connected()
+
+    def fail(_: Any) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    client.send(GetStatistics(), Statistics, T, fail)
+    await client.call(GetStatistics(), Statistics, T)
+    assert "the answer to GetStatistics was not taken" in caplog.text and client.connected
+
+
 async def test_a_broken_connection_fails_pending_calls_at_once(pair: Pair) -> None:
     lost: list[str] = []
     client = await pair.connected(on_disconnected=lambda error: lost.append(str(error)))

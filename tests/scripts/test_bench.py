@@ -5,6 +5,7 @@ import io
 import json
 import mmap
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -99,6 +100,8 @@ def test_a_tie_is_no_miss_and_no_more_than_a_tie(ratios: list[float], holds: boo
     made = figure(ratios, [], Target("peers", "<=", 1, tie=0.05))
     made.peers["peer"] = [1.0] * len(ratios)
     row = made.made({})
+    low, high = median_interval(ratios)
+    assert row.row == f"row; {statistics.median(ratios):.2f} of peer ({low:.2f} to {high:.2f})"
     assert row.holds is holds and row.target == "each ratio to a peer <= 1, or a tie within 5%"
 
 

@@ -52,6 +52,27 @@ def test_leaving_stops_everything(tmp_path: Path) -> None:
     assert all(gone(pid) for pid in pids)
 
 
+def test_programs_stand_still_and_go_on(supervisor: Supervisor) -> None:
+    """With what they have started, and whatever happens meanwhile."""
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import signal; signal.pause()'])"
+    one, two = (supervisor.start(name, python(code)) for name in ("one", "two"))
+    until(lambda: all(len(guard.members(each.process.pid)) == 2 for each in (one, two)))
+
+    def stopped(pid: int) -> bool:
+        states = [Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[0] for each in guard.members(pid)]
+        return set(states) == {"T"}
+
+    with contextlib.suppress(KeyboardInterrupt), supervisor.standing_still(one):
+        until(lambda: stopped(one.process.pid))
+        assert not stopped(two.process.pid)
+        raise KeyboardInterrupt
+    until(lambda: not stopped(one.process.pid))
+    with supervisor.standing_still(one, two):
+        two.process.kill()
+        two.process.wait()
+        supervisor.stop(two)
+
+
 def test_leaving_by_an_error_stops_everything(tmp_path: Path) -> None:
     with contextlib.suppress(KeyboardInterrupt), Supervisor(tmp_path / "run") as made:
         pid = made.start("child", python(FOREVER)).process.pid

@@ -88,6 +88,34 @@ def test_any_failure_is_the_status_and_hides_nothing(stubbed: Path, failing: str
     assert len(calls(stubbed)) == 8
 
 
+CI = [*STATIC, FAST, "python -m pytest -m engine and not long", SGLANG.replace("-m sglang", "-m sglang and not long")]
+AGAIN = " --last-failed --last-failed-no-failures none"
+
+
+def test_the_continuous_integration_leaves_out_what_is_long(stubbed: Path) -> None:
+    assert run(stubbed, "scripts/test", "ci").returncode == 0
+    assert calls(stubbed) == CI
+    assert "exec scripts/test ci" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize(("failing", "at"), [("-m not engine", 4), ("-m engine", 5), ("-m sglang", 6)])
+def test_and_runs_once_more_what_failed(stubbed: Path, failing: str, at: int) -> None:
+    assert run(stubbed, "scripts/test", "ci", FAIL=failing).returncode == 1
+    assert calls(stubbed) == [*CI[: at + 1], CI[at] + AGAIN, *CI[at + 1 :]]
+
+
+def test_what_fails_once_is_no_failure_there_and_one_elsewhere(stubbed: Path) -> None:
+    """A stub that fails unless it is told to run what failed."""
+    write(stubbed / ".venv" / "bin" / "python", 'case "$*" in *--last-failed*) exit 0;; *"-m engine"*) exit 1;; esac')
+    assert run(stubbed, "scripts/test", "ci").returncode == 0
+    assert run(stubbed, "scripts/test", "engines").returncode == 1
+
+
+def test_static_checks_are_not_run_once_more(stubbed: Path) -> None:
+    assert run(stubbed, "scripts/test", "ci", FAIL="ruff check").returncode == 1
+    assert calls(stubbed) == CI
+
+
 def test_a_failed_installation_stops_the_tests(stubbed: Path) -> None:
     write(stubbed / "scripts" / "install", "exit 1")
     assert run(stubbed, "scripts/test").returncode == 1

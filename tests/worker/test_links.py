@@ -1,11 +1,12 @@
 """Requests that callers cause: on connections of their own, so many at once, the others in turn."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tensorcast_connector.errors import DeadlineExceeded, Unavailable
+from tensorcast_connector.errors import DeadlineExceeded, ProtocolError, Unavailable
 from tensorcast_connector.wire.messages import Ok, Ping
 from tensorcast_connector.wire.plan_messages import CancelOwnedPlan
 from tensorcast_connector.wire.store_messages import ReadRecords, WriteRecords
@@ -28,6 +29,7 @@ class Client:
         self.left: list[Unavailable] = []
         self.failure: Unavailable | None = None
         self.go = asyncio.Event()
+        self.sent: list[Callable[[Any], None]] = []
 
     async def call(self, _: Any, expected: type[Ok], timeout_s: float) -> Ok:
         self.under_way += 1
@@ -39,6 +41,19 @@ class Client:
         finally:
             self.under_way -= 1
         return expected()
+
+    def send(self, _: Any, __: type[Ok], ___: float, done: Callable[[Any], None]) -> Callable[[], bool]:
+        if self.failure is not None:
+            raise self.failure
+        self.sent.append(done)
+
+        def take_back() -> bool:
+            if done not in self.sent:
+                return False
+            self.sent.remove(done)
+            return True
+
+        return take_back
 
     async def wait_connected(self, _: float) -> None:
         self.connected = True
@@ -158,3 +173,33 @@ async def test_who_gives_up_while_it_waits_leaves_its_room_to_others() -> None:
 )
 def test_whose_a_request_is(message: Any, tenant: str) -> None:
     assert links.whose(message) == tenant
+
+
+async def test_what_is_sent_takes_room_until_it_is_answered_or_taken_back() -> None:
+    client, told = Client(), list[Any]()
+    lane = lanes(client, client).steps
+    first, second = (lane.send(Ping(), Ok, 1, told.append) for _ in range(2))
+    assert first is not None and second is not None and lane.send(Ping(), Ok, 1, told.append) is None, "no room"
+    client.sent.pop(0)(Ok())
+    assert told == [Ok()] and first() is False, "which gives no room back a second time"
+    third = lane.send(Ping(), Ok, 1, told.append)
+    assert third is not None and lane.send(Ping(), Ok, 1, told.append) is None
+    assert second() is True and second() is False
+    assert lane.send(Ping(), Ok, 1, told.append) is not None and lane.send(Ping(), Ok, 1, told.append) is None
+
+
+async def test_what_cannot_be_sent_at_once_takes_no_room() -> None:
+    client, told = Client(connected=False), list[Any]()
+    lane = Lane(client, client, another=True, explain=lambda error: Unavailable(f"explained: {error}"))  # type: ignore[arg-type]
+    assert lane.send(Ping(), Ok, 1, told.append) is None
+    client.connected, client.failure = True, Unavailable("it has just gone")
+    assert lane.send(Ping(), Ok, 1, told.append) is None
+    client.failure = ProtocolError("too large")  # type: ignore[assignment]
+    with pytest.raises(ProtocolError):
+        lane.send(Ping(), Ok, 1, told.append)
+    client.failure = None
+    assert lane.send(Ping(), Ok, 1, told.append) and lane.send(Ping(), Ok, 1, told.append), (
+        "there is room for two still"
+    )
+    client.sent.pop()(Unavailable("lost"))
+    assert str(told[0]) == "explained: lost" and [str(each) for each in client.left] == ["lost"]

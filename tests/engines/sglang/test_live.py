@@ -91,7 +91,9 @@ def pair(supervisor: Supervisor, tiny: Path, worker: Started) -> Pair:
         server.wait()
         return server
 
-    return Pair(start("cold"), start("warm"))
+    cold = start("cold")
+    with supervisor.standing_still(cold.running):  # with nothing to do it would keep a core busy
+        return Pair(cold, start("warm"))
 
 
 def log(server: SglangServer) -> str:

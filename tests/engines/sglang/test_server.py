@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 PROMPT_TOKENS = 1500
 PAGES = PROMPT_TOKENS // 64
 WHOLE = PAGES * 64
+SERVERS = ("first", "second", "survivor", "two-ranks")
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,13 @@ def server(supervisor: Supervisor, tiny: Path, worker: Started) -> SglangServer:
     )
     made.wait()
     return made
+
+
+@contextmanager
+def alone(supervisor: Supervisor) -> Iterator[None]:
+    """The servers that run already stand still meanwhile: with nothing to do each would keep a core busy."""
+    with supervisor.standing_still(*(each for each in supervisor.running if each.name in SERVERS)):
+        yield
 
 
 def prompt(seed: int) -> list[int]:
@@ -113,10 +122,11 @@ def test_another_server_reads_what_the_first_stored(
 ) -> None:
     text = prompt(2)
     cold = generate_and_store(server, worker, text)
-    other = sglang_engine.start(supervisor, "second", SglangOptions(tiny, storage(worker["worker"])))
-    other.wait()
-    assert other.generate(text) == Answer(cold.tokens, {"storage": WHOLE})
-    supervisor.stop(other.running)
+    with alone(supervisor):
+        other = sglang_engine.start(supervisor, "second", SglangOptions(tiny, storage(worker["worker"])))
+        other.wait()
+        assert other.generate(text) == Answer(cold.tokens, {"storage": WHOLE})
+        supervisor.stop(other.running)
 
 
 def test_clear_hides_what_was_stored_before(server: SglangServer, worker: Started) -> None:
@@ -165,39 +175,42 @@ def test_changed_weights_find_nothing_of_the_former(server: SglangServer, worker
 
 
 def test_answers_go_on_without_a_worker_and_hits_resume_with_the_next(supervisor: Supervisor, tiny: Path) -> None:
-    store = pool.store(supervisor)
-    first = pool.worker(supervisor, store["store"], "mortal", arena="256MiB")
-    server = sglang_engine.start(supervisor, "survivor", SglangOptions(tiny, storage(first["worker"])))
-    server.wait()
-    text = prompt(6)
-    cold = generate_and_store(server, first, text)
-    first.running.process.kill()
-    first.running.process.wait()
-    server.flush()
-    assert server.generate(text) == Answer(cold.tokens, {})
-    supervisor.stop(first.running)
-    again = pool.worker(supervisor, store["store"], "reborn", arena="256MiB", socket=first["worker"])
-    log = server.running.log
-    until_blocking(lambda: log.read_text(errors="replace").count("attached to worker") >= 2, 30.0)
-    server.flush()
-    warm = generate_and_store(server, again, text)
-    assert warm == Answer(cold.tokens, {})
-    server.flush()
-    assert server.generate(text) == Answer(cold.tokens, {"storage": WHOLE})
-    assert server.running.died() is None
-    supervisor.stop(server.running, again.running, store.running)
+    with alone(supervisor):
+        store = pool.store(supervisor)
+        first = pool.worker(supervisor, store["store"], "mortal", arena="256MiB")
+        server = sglang_engine.start(supervisor, "survivor", SglangOptions(tiny, storage(first["worker"])))
+        server.wait()
+        text = prompt(6)
+        cold = generate_and_store(server, first, text)
+        first.running.process.kill()
+        first.running.process.wait()
+        server.flush()
+        assert server.generate(text) == Answer(cold.tokens, {})
+        supervisor.stop(first.running)
+        again = pool.worker(supervisor, store["store"], "reborn", arena="256MiB", socket=first["worker"])
+        log = server.running.log
+        until_blocking(lambda: log.read_text(errors="replace").count("attached to worker") >= 2, 30.0)
+        server.flush()
+        warm = generate_and_store(server, again, text)
+        assert warm == Answer(cold.tokens, {})
+        server.flush()
+        assert server.generate(text) == Answer(cold.tokens, {"storage": WHOLE})
+        assert server.running.died() is None
+        supervisor.stop(server.running, again.running, store.running)
 
 
+@pytest.mark.long
 def test_two_ranks_agree_on_what_the_storage_has(supervisor: Supervisor, tiny: Path, worker: Started) -> None:
-    server = sglang_engine.start(
-        supervisor, "two-ranks", SglangOptions(tiny, storage(worker["worker"]), tensor_parallel=2)
-    )
-    server.wait()
-    text = prompt(7)
-    before = saved(worker)
-    cold = server.generate(text)
-    until_blocking(lambda: saved(worker) >= before + 2 * PAGES, 30.0)  # each rank has its heads
-    assert not cold.cached
-    server.flush()
-    assert server.generate(text) == Answer(cold.tokens, {"storage": WHOLE})
-    supervisor.stop(server.running)
+    with alone(supervisor):
+        server = sglang_engine.start(
+            supervisor, "two-ranks", SglangOptions(tiny, storage(worker["worker"]), tensor_parallel=2)
+        )
+        server.wait()
+        text = prompt(7)
+        before = saved(worker)
+        cold = server.generate(text)
+        until_blocking(lambda: saved(worker) >= before + 2 * PAGES, 30.0)  # each rank has its heads
+        assert not cold.cached
+        server.flush()
+        assert server.generate(text) == Answer(cold.tokens, {"storage": WHOLE})
+        supervisor.stop(server.running)
