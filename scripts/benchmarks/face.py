@@ -24,8 +24,8 @@ class Target:
     that to the `best peer`, the one with the lowest median. Where no peer runs the last asks for nothing.
 
     Attributes:
-        tie: of `peers`, where what both do besides differs by more from run to run than the two differ: a median that misses by
-            no more than this share is a tie, as long as the value itself is in the interval that the median lies in (95 %).
+        tie: of `peers`, where what both do besides differs by more from run to run than the two differ: equality is not excluded,
+            and it is shown that the median misses by no more than this share (both ends of `median_interval`).
     """
 
     of: Literal["ours", "ratio", "peers", "best peer"]
@@ -35,7 +35,7 @@ class Target:
 
     def __str__(self) -> str:
         of = "each ratio to a peer" if self.of == "peers" else self.of
-        tie = f", or a tie within {self.tie:.0%}" if self.tie else ""
+        tie = f", or shown to miss by no more than {self.tie:.0%}" if self.tie else ""
         return f"{of} {self.side} {self.value:,.10g}{tie}"
 
     def holds(self, value: float) -> bool:
@@ -47,12 +47,17 @@ class Target:
     def tied(self, ratios: Sequence[float]) -> bool:
         """Whether these, each of one run, are a tie."""
         low, high = median_interval(ratios)
-        near = abs(statistics.median(ratios) - self.value) <= self.tie * self.value
-        return self.tie > 0 and near and low <= self.value <= high
+        if self.side == ">=":
+            low, high = -high, -low
+        value = -self.value if self.side == ">=" else self.value
+        return self.tie > 0 and low <= value and high <= value + self.tie * self.value
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median lies that these were drawn around, at 95 % at least, however they are distributed (the sign test's)."""
+    """Where the median lies that these were drawn around, however they are distributed: the sign test's interval.
+
+    At 95 % at least from six values on; the range of fewer is less sure (75 % of three).
+    """
     ordered, count = sorted(values), len(values)
     tail, place = 1.0, 0  # of 2 ** count ways in which they can fall on the two sides
     while (tail + math.comb(count, place + 1)) / 2**count <= 0.025:

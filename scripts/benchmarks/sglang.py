@@ -33,7 +33,7 @@ HIT_MODEL = "tiny"  # of a larger one computing the last tokens takes so long th
 # Mooncake copies to and from memory of its own process. What another host has it fetches over TCP, and so does this:
 OVER_TCP = {"MC_STORE_MEMCPY": "0"}
 OWN_MEMORY = "mooncake in its own memory"
-TIE = 0.05  # of a first token's time, most of which is SGLang's own
+TIE = 0.1  # of a first token's time, most of which is SGLang's own
 PROMPT_TOKENS = 3000
 STORED_TIMEOUT_S = 60.0
 LEASE_S = 1.0  # of Mooncake's keys that were read; the master is told so

@@ -27,7 +27,7 @@ ALONE = ("runai-model-streamer==0.17.1", "fastsafetensors==0.5.0")
 PEERS = ("load_file", "safe_open", "runai", "fastsafetensors")
 STREAM = "ours_stream"
 MISSING = {"instanttensor": "it runs on CUDA only"}
-TIE = 0.05  # of what the disk gives, which differs by more from one run to the next
+TIE = 0.1  # of what the disk gives, which differs by more from one run to the next
 MEMORY_TIMES = 4  # of a file: its page cache, parameters, and a second copy that some peers make; and some room
 FULL = Size(files=(GIB, 3 * GIB), cold_runs=9, runs=5, artifact=GIB, remote=3 * GIB)
 QUICK = Size(files=(GIB // 8,), cold_runs=3, runs=3, artifact=GIB // 8, remote=GIB // 8)

@@ -173,13 +173,16 @@ class Supervisor:
     def standing_still(self, *programs: Running) -> Iterator[None]:
         """These programs, with what they have started, do nothing meanwhile."""
         try:
-            for running in programs:
-                os.killpg(running.process.pid, signal.SIGSTOP)
+            self._signal(programs, signal.SIGSTOP)
             yield
         finally:
-            for running in programs:
+            self._signal(programs, signal.SIGCONT)
+
+    def _signal(self, programs: Sequence[Running], number: signal.Signals) -> None:
+        for running in programs:
+            for pid in guard.members(running.process.pid):
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(running.process.pid, signal.SIGCONT)
+                    os.kill(pid, number)
 
     def close(self) -> None:
         """Stop every program and the guard."""

@@ -79,15 +79,21 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
 
 def listen_unix(path: Path) -> socket.socket:
-    """A Unix socket of that name: who connects before it is served waits.
+    """A Unix socket of that name: who connects before it is served waits. Raises ConfigError.
 
     It is bound under another name, since Python 3.13 removes a server's own name when the server ends.
     """
-    bound = path.with_suffix(".bound")
+    bound = path.with_suffix(".new")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(bound))
-    bound.rename(path)
-    listener.listen()
+    try:
+        listener.bind(str(bound))
+        bound.rename(path)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot make the socket {path}: {error.strerror or error}; set TMPDIR to a folder that is there and has a short name"
+        ) from None
     return listener
 
 

@@ -35,7 +35,7 @@ BEHIND_BYTES_MAX = 4 << 20
 """A listener with more unread bytes is left out."""
 RECONNECT_S = (0.05, 2.0)
 GREETING_TIMEOUT_S = 5.0
-LEARN_TIMEOUT_S = 5.0
+LEARN_TIMEOUT_S = 2.0
 """A process that begins takes requests after this, whatever it has not heard yet."""
 LISTENERS_MAX = 1024
 _NONCE_BYTES = 16

@@ -84,6 +84,11 @@ class Ledger:
         plan.under_way[step] = self._numbers
         return UnderWay(self._numbers, fresh=True)
 
+    def is_under_way(self, key: str, step: int) -> bool:
+        """Whether somebody does it just now."""
+        plan = self._plans.get(key)
+        return plan is not None and step in plan.under_way
+
     def cancel(self, key: str, digest: str, epoch: int, steps: Iterable[int], now: float) -> None:
         """They are not wanted any more; `stops` tells which of them are under way.
 

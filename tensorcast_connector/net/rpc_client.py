@@ -16,7 +16,7 @@ from tensorcast_connector.config import (
     RECONNECT_DELAY_MIN_S,
     SILENCE_MAX_S,
 )
-from tensorcast_connector.errors import DeadlineExceeded, TensorcastError, Unavailable
+from tensorcast_connector.errors import DeadlineExceeded, ProtocolError, TensorcastError, Unavailable
 from tensorcast_connector.net.rpc import result_of
 from tensorcast_connector.net.transport import Network, Stream
 from tensorcast_connector.types import Address
@@ -171,6 +171,9 @@ class RpcClient:
                 result = self._result(stream, request_id, answer, expected, timeout_s)
             except TensorcastError as error:
                 result = error
+            except Exception as error:
+                logger.exception("the answer to %s was not understood", type(message).__name__)
+                result = ProtocolError(f"{type(error).__name__}: {error}")
             try:
                 done(result)
             except Exception:  # a fault of our own is not one of the connection

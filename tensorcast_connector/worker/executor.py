@@ -88,7 +88,7 @@ class Executor:
         if isinstance(standing, Known):
             return standing.result
         if standing.fresh:
-            if self.is_here(message):
+            if self._is_here(message):
                 return self._done_at_once(standing.number, message)
             task = asyncio.get_running_loop().create_task(self._do(standing.number, message))
             self._tasks[standing.number] = task
@@ -103,12 +103,16 @@ class Executor:
                 raise  # who asked has gone; the step goes on for others, or until nobody waits for it
             raise Unavailable(f"step {message.step} of plan {message.key!r} was cancelled") from None
 
-    def at_once(self, message: RunStep) -> Known | None:
-        """The result of a step that `is_here`; None: it is under way, `run` waits for it. Raises as `run`."""
+    def waits_for_nobody(self, message: RunStep) -> bool:
+        """Whether `at_once` can be asked."""
+        return self._is_here(message) and not self._ledger.is_under_way(message.key, message.step)
+
+    def at_once(self, message: RunStep) -> Any:
+        """The result of a step that `waits_for_nobody`. Raises as `run`."""
         standing = self._begin(message)
         if isinstance(standing, Known):
-            return standing
-        return Known(self._done_at_once(standing.number, message)) if standing.fresh else None
+            return standing.result
+        return self._done_at_once(standing.number, message)
 
     def _begin(self, message: RunStep) -> Known | UnderWay:
         standing = self._ledger.begin(
@@ -169,7 +173,7 @@ class Executor:
         self._ledger.ended(number, done=True, result=result)
         return result
 
-    def is_here(self, message: RunStep) -> bool:
+    def _is_here(self, message: RunStep) -> bool:
         """Whether a step waits for nobody: then a task, and the turns of the loop that it takes, would be all that it costs."""
         reference, tenant = message.arguments.get("artifact"), message.key.partition("/")[0]
         if message.operation not in ("prefetch", "pin", "unpin") or not isinstance(reference, str):

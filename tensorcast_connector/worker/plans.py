@@ -231,7 +231,7 @@ class Plans:
             take_back = self._peers.store.send(
                 ask.message, ANSWERS[type(ask.message)], ask.timeout_s, lambda result: self._came(ask, result)
             )
-        except TensorcastError:
+        except Exception:
             return False
         if take_back is not None:
             self._sent[ask] = take_back
@@ -252,14 +252,13 @@ class Plans:
 
     def _did(self, ask: Ask) -> bool:
         """Whether a step waits for nobody; then it is done."""
-        if ask.to != self._me or not isinstance(ask.message, RunStep) or not self._executor.is_here(ask.message):
+        if ask.to != self._me or not isinstance(ask.message, RunStep):
             return False
         try:
-            with self._traced(ask):
-                known = self._executor.at_once(ask.message)
-            if known is None:
+            if not self._executor.waits_for_nobody(ask.message):
                 return False
-            result: Any = StepDone(known.result)
+            with self._traced(ask):
+                result: Any = StepDone(self._executor.at_once(ask.message))
         except Exception as error:
             result = _failure(ask, error)
         self._answered(ask, result)

@@ -91,8 +91,9 @@ def test_where_a_median_lies(count: int, places: tuple[int, int]) -> None:
     [
         ([0.9] * 9, True),
         ([1.01] * 9, False),  # a little slower, but always
-        ([0.9, 0.95, 0.98, 1.01, 1.02, 1.03, 1.1, 1.2, 0.97], True),
-        ([0.5, 0.6, 1.2, 1.3, 1.2, 1.3, 1.2, 0.8, 1.4], False),  # who can say, but too much
+        ([0.9, 0.95, 0.98, 1.01, 1.02, 1.03, 1.03, 1.2, 0.97], True),
+        ([0.9, 0.95, 0.98, 1.01, 1.02, 1.03, 1.06, 1.2, 0.97], False),  # it may be slower by more
+        ([0.5, 0.6, 1.2, 1.3, 1.2, 1.3, 1.2, 0.8, 1.4], False),  # who can say
         ([1.04, 0.99], True),
     ],
 )
@@ -102,7 +103,14 @@ def test_a_tie_is_no_miss_and_no_more_than_a_tie(ratios: list[float], holds: boo
     row = made.made({})
     low, high = median_interval(ratios)
     assert row.row == f"row; {statistics.median(ratios):.2f} of peer ({low:.2f} to {high:.2f})"
-    assert row.holds is holds and row.target == "each ratio to a peer <= 1, or a tie within 5%"
+    assert row.holds is holds and row.target == "each ratio to a peer <= 1, or shown to miss by no more than 5%"
+
+
+@pytest.mark.parametrize(("ratios", "holds"), [([1.1, 0.97] * 5, True), ([0.97] * 9, False), ([1.1, 0.94] * 5, False)])
+def test_a_tie_of_more_is_better(ratios: list[float], holds: bool) -> None:
+    made = figure([each * 0.98 for each in ratios], [], Target("peers", ">=", 1.05, tie=0.1))
+    made.peers["peer"] = [1.0] * len(ratios)
+    assert made.made({}).holds is holds
 
 
 def test_rows_that_cannot_be_judged_are_errors() -> None:

@@ -88,7 +88,8 @@ def test_any_failure_is_the_status_and_hides_nothing(stubbed: Path, failing: str
     assert len(calls(stubbed)) == 8
 
 
-CI = [*STATIC, FAST, "python -m pytest -m engine and not long", SGLANG.replace("-m sglang", "-m sglang and not long")]
+CI_TESTS = [FAST, "python -m pytest -m engine and not long", SGLANG.replace("-m sglang", "-m sglang and not long")]
+CI = [*STATIC, *(f"{each} --cache-clear" for each in CI_TESTS)]
 AGAIN = " --last-failed --last-failed-no-failures none"
 
 
@@ -101,7 +102,21 @@ def test_the_continuous_integration_leaves_out_what_is_long(stubbed: Path) -> No
 @pytest.mark.parametrize(("failing", "at"), [("-m not engine", 4), ("-m engine", 5), ("-m sglang", 6)])
 def test_and_runs_once_more_what_failed(stubbed: Path, failing: str, at: int) -> None:
     assert run(stubbed, "scripts/test", "ci", FAIL=failing).returncode == 1
-    assert calls(stubbed) == [*CI[: at + 1], CI[at] + AGAIN, *CI[at + 1 :]]
+    assert calls(stubbed) == [*CI[: at + 1], CI_TESTS[at - 4] + AGAIN, *CI[at + 1 :]]
+
+
+@pytest.mark.parametrize("status", [2, 3, 4, 5, 139])
+def test_but_not_of_a_run_that_was_cut_short(stubbed: Path, status: int) -> None:
+    """What it did not come to was never run."""
+    write(
+        stubbed / ".venv" / "bin" / "python",
+        f'case "$*" in *--last-failed*) exit 0;; *"-m engine"*) exit {status};; esac',
+    )
+    assert run(stubbed, "scripts/test", "ci").returncode == 1
+
+
+def test_nor_of_one_that_was_told_to_stop_early(stubbed: Path) -> None:
+    assert run(stubbed, "scripts/test", "ci", "-x").returncode == 2 and not (stubbed / "calls").exists()
 
 
 def test_what_fails_once_is_no_failure_there_and_one_elsewhere(stubbed: Path) -> None:

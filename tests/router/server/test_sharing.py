@@ -99,6 +99,15 @@ async def test_a_sibling_that_begins_later_is_waited_for(engines, route, tmp_pat
     assert reply.headers["x-smetric-reason"] == "sticky"
 
 
+def test_a_socket_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 120)
+    deep.mkdir()
+    for folder, why in ((deep, "AF_UNIX path too long"), (tmp_path / "absent", "No such file or directory")):
+        with pytest.raises(ConfigError, match=rf"cannot make the socket {folder}/0.sock: {why}; set TMPDIR") as error:
+            listen_unix(folder / "0.sock")
+        assert "\n" not in str(error.value)
+
+
 async def test_a_peer_that_says_nothing_does_not_keep_a_router_from_its_work(engines, route, monkeypatch) -> None:
     monkeypatch.setattr(sharing, "LEARN_TIMEOUT_S", 0.05)
     silent = listener()
