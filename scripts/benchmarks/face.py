@@ -164,8 +164,8 @@ class Figure:
 
     def _ratio_to_best(self) -> float:
         """Ours to the peer with the lowest median, in the same runs."""
-        best = min(self.peers.values(), key=statistics.median)
-        return statistics.median(ours / peer for ours, peer in zip(self.ours, best, strict=True))
+        best = min(self.peers, key=lambda name: statistics.median(self.peers[name]))
+        return statistics.median(self.ratios(best))
 
     def _judged(self, target: Target, median: float, ratio: float | None) -> dict[str, float]:
         """What the target is held against, by the peer if it is of peers."""
