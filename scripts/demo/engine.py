@@ -11,9 +11,13 @@ from typing import Any
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from demo.processes import Running, Supervisor, answers, program
+from demo.processes import ROOT, Running, Supervisor, answers, program
 
 START_TIMEOUT_S = 300.0
+# What torch compiles on the way (vLLM's sampler, at the first request that asks for log probabilities) takes a compiler
+# half a minute; each engine has its own temporary folder, torch's usual place for it, and would compile it again. Headers
+# that are compiled beforehand would lie there too, for any setting.
+COMPILED = ROOT / ".cache" / "inductor"
 # Labels that say which engine it is; there is one per address.
 LABELS_DROPPED = frozenset({"engine", "model_name"})
 
@@ -55,6 +59,8 @@ class EngineOptions:
             "TRANSFORMERS_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(COMPILED),
+            "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
             "VLLM_CPU_KVCACHE_SPACE": str(self.kv_space_gib),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind" if self.cpus is None else self.cpus,
             # The seed of the block hashes: pages are shared only between engines that agree on it.
