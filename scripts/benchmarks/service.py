@@ -1,6 +1,7 @@
 """`scripts/bench service`: what plans cost, how fast tensors are put, how fast they are there for a reader on the same host.
 
-A store and a worker as `tensorcast` starts them, and the SDK in this process. The limit of putting is one thread that
+A store and a worker as `tensorcast` starts them, and the SDK in this process. The limit of a plan of one step is what it cannot
+do without (plan_limit.py). The limit of putting is one thread that
 copies the same tensors into memory that it has copied them to a moment ago, so that both are mapped and in the caches. A put
 copies them on two threads into memory that is not, digests every byte, and is in the store's database, on disk, when it
 returns. The peers: ray's object store, and safetensors files on a memory file system. What is put is deleted again before
@@ -26,6 +27,7 @@ from demo.processes import DemoError, Supervisor
 from benchmarks.driver import Driver
 from benchmarks.environments import python_of
 from benchmarks.face import LIMIT, OURS, BenchError, Figure, Row, Target
+from benchmarks.plan_limit import COMMITS, EXCHANGES, PlanLimit, plan_limit
 from tensorcast_connector.client.session import Session, connect
 
 REQUIREMENTS = Path(__file__).with_suffix(".requirements.txt")
@@ -129,9 +131,13 @@ class Bench:
             answer = await asyncio.to_thread(driver.ask, "read", calls=self._size.calls // 2)
             figure.add(name, answer["seconds"] * MS)
 
-    async def rows(self, missing: Mapping[str, str], say: Callable[[str], None]) -> list[Row]:
+    async def rows(self, limit: PlanLimit, missing: Mapping[str, str], say: Callable[[str], None]) -> list[Row]:
         """All of them."""
-        one = Figure("plan of 1 step that does nothing, p50", "ms", Target("ours", "<=", 2))
+        one = Figure(
+            f"plan of 1 step that does nothing, p50 (limit: {EXCHANGES} bare exchanges, {COMMITS} commits)",
+            "ms",
+            Target("ours", "<=", 2),
+        )
         many = Figure(f"plan of {STEPS} steps that do nothing, p50", "ms", Target("ours", "<=", 40))
         put = Figure(
             f"put of {PUT_BYTES >> 20} MiB in {PUT_TENSORS} tensors (limit: copied by one thread)",
@@ -144,6 +150,7 @@ class Bench:
         for run in range(self._size.runs):
             say(f"run {run + 1} of {self._size.runs}")
             one.add(OURS, await self.plan(1))
+            one.add(LIMIT, await limit.measure(self._size.calls))
             many.add(OURS, await self.plan(STEPS))
             await self.put(run, put)
             await self.read(read)
@@ -185,9 +192,10 @@ def run(size: Size, say: Callable[[str], None], folder: Path | None = None) -> l
             peers, missing = start_peers(stack, supervisor, say)
 
             async def measure() -> list[Row]:
-                async with await connect(worker["worker"]) as session:
+                async with await connect(worker["worker"]) as session, plan_limit(supervisor) as limit:
                     await _registered(session)
-                    return await Bench(session, session.worker_id, peers, supervisor.folder, size).rows(missing, say)
+                    bench = Bench(session, session.worker_id, peers, supervisor.folder, size)
+                    return await bench.rows(limit, missing, say)
 
             return asyncio.run(measure())
         except DemoError as error:
