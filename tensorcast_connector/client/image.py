@@ -3,7 +3,7 @@
 import bisect
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from tensorcast_connector.client.checkpoint import Checkpoint, FileTensor
+from tensorcast_connector.client.read_ahead import ReadAhead, Span
 from tensorcast_connector.client.reading import Piece, Progress, read_part
 from tensorcast_connector.client.tensors import FileTensors, Source, sources
 from tensorcast_connector.config import ARTIFACT_SPARE_BYTES
@@ -194,14 +195,18 @@ class _Stored:
     tensor: FileTensor
     start: int
     stop: int
+    ahead: ReadAhead
+    at: int  # of its first byte, in what `ahead` knows
 
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def read(self, at: int, target: memoryview) -> None:
-        """Its bytes from `at` on."""
-        piece = Piece.of(self.checkpoint, self.tensor, target, self.start + at)
-        read_part(piece.descriptor, piece.offset, [piece])
+    def read(self, start: int, target: memoryview) -> None:
+        """Its bytes from `start` on."""
+        piece = Piece.of(self.checkpoint, self.tensor, target, self.start + start)
+        self.ahead.reached(self.at + start + len(target))
+        if read_part(piece.descriptor, piece.offset, [piece]):
+            self.ahead.waited()
 
 
 class FileImage(Image):
@@ -216,12 +221,22 @@ class FileImage(Image):
         try:
             self.metadata = self._checkpoint.metadata_to_keep()
             self._lay_out(self._checkpoint.tensors.values(), progress)
+            self._ahead = self._reads_ahead()
         except BaseException:
             self.close()
             raise
 
+    def _reads_ahead(self, others: Container[str] = ()) -> ReadAhead:
+        """By the places in the image, of which those tensors are not in files."""
+        stored = ((spec, self._checkpoint.tensors[spec.name]) for spec in self.specs if spec.name not in others)
+        descriptor = self._checkpoint.descriptor
+        return ReadAhead(
+            Span(spec.offset, descriptor(tensor.file), tensor.offset, tensor.bytes) for spec, tensor in stored
+        )
+
     def _bytes(self, index: int, spec: TensorSpec, start: int, stop: int) -> "memoryview | _Stored":  # noqa: ARG002
-        return _Stored(self._checkpoint, self._checkpoint.tensors[spec.name], start, stop)
+        tensor = self._checkpoint.tensors[spec.name]
+        return _Stored(self._checkpoint, tensor, start, stop, self._ahead, spec.offset + start)
 
     def check(self) -> None:
         """See Image."""
@@ -240,6 +255,7 @@ class FilePart(FileImage):
         self._checkpoint = checkpoint
         self._others = {each.name: each for each in sources(others)}
         self._lay_out([*(checkpoint.tensors[name] for name in names), *self._others.values()], None)
+        self._ahead = self._reads_ahead(self._others)
 
     def _bytes(self, index: int, spec: TensorSpec, start: int, stop: int) -> "memoryview | _Stored":
         if spec.name in self._others:

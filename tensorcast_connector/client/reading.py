@@ -1,7 +1,8 @@
 """Files into memory as fast as both are: positioned reads by several threads, straight to where the bytes belong.
 
 `read_all` reads into memory that is given. `stream` gives a checkpoint's tensors one after the other out of memory that is used
-again and again, for those who have to do something else with each. Reads let go of the GIL.
+again and again, for those who have to do something else with each. Reads let go of the GIL. A disk is asked ahead of them
+(read_ahead.py).
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from tensorcast_connector.client.checkpoint import Checkpoint, FileTensor
+from tensorcast_connector.client.read_ahead import ReadAhead, Span, read_cached
 from tensorcast_connector.config import READ_BUFFERS_MAX, READ_THREADS, STREAM_RING_BYTES, TENSOR_READ_BYTES
 from tensorcast_connector.errors import InvalidArgument
 
@@ -73,17 +75,13 @@ def read_all(pieces: Iterable[Piece], *, threads: int = READ_THREADS, progress: 
 
 
 class _Part:
-    """What one call reads: neighbours of one file."""
+    """What one call reads: neighbours of one file, `at` so many bytes after the first that is read at all."""
 
-    __slots__ = ("bytes", "descriptor", "offset", "pieces")
+    __slots__ = ("at", "bytes", "descriptor", "offset", "pieces")
 
-    def __init__(self, piece: Piece) -> None:
-        self.descriptor, self.offset, self.bytes, self.pieces = (
-            piece.descriptor,
-            piece.offset,
-            len(piece.target),
-            [piece],
-        )
+    def __init__(self, piece: Piece, at: int) -> None:
+        self.at, self.bytes = at, len(piece.target)
+        self.descriptor, self.offset, self.pieces = piece.descriptor, piece.offset, [piece]
 
     def takes(self, piece: Piece) -> bool:
         """Takes it in, if it is a small neighbour."""
@@ -101,6 +99,7 @@ class _Part:
 
 def _parts(pieces: Iterable[Piece]) -> list[_Part]:
     parts: list[_Part] = []
+    at = 0
     for whole in pieces:
         target = whole.target.cast("B") if whole.target.nbytes else whole.target
         for start in range(0, whole.target.nbytes, TENSOR_READ_BYTES):
@@ -108,7 +107,8 @@ def _parts(pieces: Iterable[Piece]) -> list[_Part]:
                 whole.descriptor, whole.offset + start, target[start : start + TENSOR_READ_BYTES], whole.label
             )
             if not parts or not parts[-1].takes(piece):
-                parts.append(_Part(piece))
+                parts.append(_Part(piece, at))
+            at += len(piece.target)
     return parts
 
 
@@ -119,6 +119,7 @@ class _Work:
         self.total = sum(each.bytes for each in parts)
         self.failed: BaseException | None = None
         self._left = iter(parts)
+        self._ahead = ReadAhead(Span(each.at, each.descriptor, each.offset, each.bytes) for each in parts)
         self._progress = progress
         self._done = 0
         self._lock = threading.Lock()
@@ -136,7 +137,9 @@ class _Work:
                     part = None if self.failed is not None else next(self._left, None)
                 if part is None:
                     return
-                read_part(part.descriptor, part.offset, part.pieces)
+                self._ahead.reached(part.at + part.bytes)
+                if read_part(part.descriptor, part.offset, part.pieces):
+                    self._ahead.waited()
                 if self._progress is not None:
                     with self._lock:
                         self._done += part.bytes
@@ -145,17 +148,27 @@ class _Work:
             self.fail(error)
 
 
-def read_part(descriptor: int, offset: int, pieces: Sequence[Piece]) -> None:
-    """Pieces that are neighbours in a file, one of which begins at `offset`, at most READ_BUFFERS_MAX.
+def read_part(descriptor: int, offset: int, pieces: Sequence[Piece]) -> bool:
+    """Pieces that are neighbours in a file, the first of which begins at `offset`, at most READ_BUFFERS_MAX.
+
+    Returns:
+        Whether it had to wait for a disk, or may have had to.
 
     Raises:
         InvalidArgument: see `read_all`.
     """
     left = deque(pieces)
     buffers = [each.target for each in pieces]
+    waits = False
     while buffers:
         try:
-            count = os.preadv(descriptor, buffers, offset)
+            if waits:
+                count = os.preadv(descriptor, buffers, offset)
+            elif (cached := read_cached(descriptor, buffers, offset)) is not None:
+                count = cached
+            else:
+                waits = True
+                continue
         except OSError as error:
             raise InvalidArgument(f"{left[0].label} cannot be read: {error.strerror}") from error
         if not count:
@@ -166,6 +179,7 @@ def read_part(descriptor: int, offset: int, pieces: Sequence[Piece]) -> None:
             left.popleft()
         if count:
             buffers[0] = buffers[0][count:]
+    return waits
 
 
 # --- one after the other ----------------------------------------------------------------------------------------------
@@ -216,6 +230,8 @@ class _Ring:
         self._checkpoint = checkpoint
         self._order = order
         self._sizes = sizes
+        self._starts = list(itertools.accumulate((each.bytes for each in order), initial=0))  # of each, in what is read
+        self._ahead = ReadAhead(map(self._span, itertools.count(), order))
         memory = mmap.mmap(-1, capacity)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -228,6 +244,9 @@ class _Ring:
         self._placed: list[int] = []  # where each tensor begins that has its place
         self._left: list[int] = []  # bytes of each of these that are still to be read
         self._next = (0, 0)  # the tensor and its byte that is read next
+
+    def _span(self, number: int, tensor: FileTensor) -> Span:
+        return Span(self._starts[number], self._checkpoint.descriptor(tensor.file), tensor.offset, tensor.bytes)
 
     def take(self, number: int) -> memoryview:
         """The bytes of that tensor, once they are there; reads too until they are, instead of waiting for others to run."""
@@ -270,19 +289,22 @@ class _Ring:
     def _ended(self) -> bool:
         return self._stopped or self._failed is not None or self._next[0] == len(self._order)
 
-    def _claim(self) -> tuple[int, Piece]:
-        """What is to be read next."""
+    def _claim(self) -> tuple[int, int, Piece]:
+        """What is to be read next: of which tensor, where it ends in all that is read, and the piece."""
         number, start = self._next
         tensor = self._order[number]
         stop = min(start + TENSOR_READ_BYTES, tensor.bytes)
         self._next = (number, stop) if stop < tensor.bytes else (number + 1, 0)
         at = self._placed[number]
-        return number, Piece.of(self._checkpoint, tensor, self._memory[at + start : at + stop], start)
+        piece = Piece.of(self._checkpoint, tensor, self._memory[at + start : at + stop], start)
+        return number, self._starts[number] + stop, piece
 
-    def _read(self, number: int, piece: Piece) -> None:
+    def _read(self, number: int, end: int, piece: Piece) -> None:
         failed: BaseException | None = None
         try:
-            read_part(piece.descriptor, piece.offset, [piece] if len(piece.target) else [])
+            self._ahead.reached(end)
+            if read_part(piece.descriptor, piece.offset, [piece] if len(piece.target) else []):
+                self._ahead.waited()
         except BaseException as error:
             failed = error
         with self._condition:

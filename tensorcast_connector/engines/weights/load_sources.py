@@ -9,11 +9,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from tensorcast_connector.client.checkpoint import Checkpoint
+from tensorcast_connector.client.read_ahead import ReadAhead, Span
 from tensorcast_connector.client.reading import Piece, read_all, read_part, stream
 from tensorcast_connector.config import LOAD_REPORT_INTERVAL_S, STAGE_BYTES, STAGE_RUN_BYTES
 from tensorcast_connector.engines.weights.load_plan import Copy, Given
@@ -102,7 +104,16 @@ class Files:
         pieces = [self._piece(each, byte_view(each.target)) for each in cut if direct(each)]
         done = read_all(pieces, threads=self._threads, progress=lambda read, _: progress(read))
         staged = [each for each in cut if not direct(each)]
-        return done + in_threads(staged, self._stage, self._threads, lambda read: progress(done + read))
+        ends = list(accumulate(each.span[1] - each.span[0] for each in staged))
+        ahead = ReadAhead(self._span(each, end) for each, end in zip(staged, ends, strict=True))
+
+        def work(copy_and_end: tuple[Copy, int], stage: "Stage") -> int:
+            copy, end = copy_and_end
+            ahead.reached(end)
+            return self._stage(copy, stage, ahead)
+
+        numbered = list(zip(staged, ends, strict=True))
+        return done + in_threads(numbered, work, self._threads, lambda read: progress(done + read))
 
     def check(self) -> None:
         """See Source."""
@@ -112,12 +123,18 @@ class Files:
     def _piece(self, copy: Copy, target: memoryview) -> Piece:
         return Piece.of(self._checkpoint, self._checkpoint.tensors[copy.name], target, copy.span[0])
 
-    def _stage(self, copy: Copy, stage: "Stage") -> int:
+    def _span(self, copy: Copy, end: int) -> Span:
+        tensor, (start, stop) = self._checkpoint.tensors[copy.name], copy.span
+        size = stop - start
+        return Span(end - size, self._checkpoint.descriptor(tensor.file), tensor.offset + start, size)
+
+    def _stage(self, copy: Copy, stage: "Stage", ahead: ReadAhead) -> int:
         """Reads a part into a buffer and copies it from there."""
         start, stop = copy.span
         buffer = stage.buffer(stop - start, copy.target.device)
         part = self._piece(copy, byte_view(buffer[: stop - start]))
-        read_part(part.descriptor, part.offset, [part])
+        if read_part(part.descriptor, part.offset, [part]):
+            ahead.waited()
         flat = buffer[: stop - start].view(copy.dtype)
         stage.copy(copy.target, flat.as_strided(copy.shape, copy.stride, copy.offset - start // copy.dtype.itemsize))
         return stop - start
