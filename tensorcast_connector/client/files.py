@@ -3,9 +3,9 @@
 A file must not shrink while the tensors of `read_tensors` are used: they lie in it.
 """
 
-import asyncio
 import contextlib
 import errno
+import functools
 import itertools
 import mmap
 import os
@@ -17,6 +17,7 @@ from typing import Any
 from tensorcast_connector.client.artifact import Artifact
 from tensorcast_connector.client.checkpoint import Checkpoint
 from tensorcast_connector.client.tensors import FileTensors, RawTensor
+from tensorcast_connector.client.threads import in_thread
 from tensorcast_connector.config import SAVE_PART_BYTES
 from tensorcast_connector.core.artifact import TensorSpec
 from tensorcast_connector.core.safetensors import encode_file_header
@@ -93,7 +94,7 @@ async def write_file(
                     done += each.bytes
                     if progress is not None:
                         progress(done, size)
-            await asyncio.to_thread(_flush, file)
+            await in_thread(functools.partial(_flush, file))
             if nameless is not None:
                 _give_name(file, partial)
         partial.rename(target)
@@ -153,13 +154,7 @@ def _batches(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
 async def _write(file: Any, data: memoryview) -> None:
     """On a thread, so that the connection lives meanwhile; it ends before this does."""
     for at in range(0, data.nbytes, SAVE_PART_BYTES):
-        work = asyncio.ensure_future(asyncio.to_thread(file.write, data[at : at + SAVE_PART_BYTES]))
-        try:
-            await asyncio.shield(work)
-        finally:
-            while not work.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([work])
+        await in_thread(functools.partial(file.write, data[at : at + SAVE_PART_BYTES]))
 
 
 def _flush(file: Any) -> None:

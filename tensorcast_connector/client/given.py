@@ -1,7 +1,6 @@
 """What a publisher is given: tensors in memory, or files. Each is digested where it is, and what is put is copied from there."""
 
 import asyncio
-import contextlib
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +12,7 @@ from tensorcast_connector.client.checkpoint import Checkpoint
 from tensorcast_connector.client.image import FilePart, Image
 from tensorcast_connector.client.reading import stream
 from tensorcast_connector.client.tensors import RawTensor, sources
+from tensorcast_connector.client.threads import in_thread
 from tensorcast_connector.config import PUT_THREADS
 from tensorcast_connector.core.weights import Content
 from tensorcast_connector.errors import InvalidArgument
@@ -74,14 +74,7 @@ class FilesGiven:
     async def digest(self) -> dict[str, Content]:
         """See Given."""
         stop = threading.Event()
-        work = asyncio.ensure_future(asyncio.to_thread(lambda: dict(_digests(self._checkpoint, stop))))
-        try:
-            content = await asyncio.shield(work)
-        finally:
-            stop.set()
-            while not work.done():  # a thread is not cancelled, and the files must be open until it has ended
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([work])
+        content = await in_thread(lambda: dict(_digests(self._checkpoint, stop)), stop=stop.set)
         if not self._checkpoint.unchanged():
             raise InvalidArgument(f"{self._checkpoint.path}: it was changed while it was read; publish it again")
         return content

@@ -204,7 +204,7 @@ class _Stored:
     def read(self, start: int, target: memoryview) -> None:
         """Its bytes from `start` on."""
         piece = Piece.of(self.checkpoint, self.tensor, target, self.start + start)
-        self.ahead.reached(self.at + start + len(target))
+        self.ahead.reached(self.at + start)
         if read_part(piece.descriptor, piece.offset, [piece]):
             self.ahead.waited()
 
@@ -228,10 +228,11 @@ class FileImage(Image):
 
     def _reads_ahead(self, others: Container[str] = ()) -> ReadAhead:
         """By the places in the image, of which those tensors are not in files."""
-        stored = ((spec, self._checkpoint.tensors[spec.name]) for spec in self.specs if spec.name not in others)
-        descriptor = self._checkpoint.descriptor
+        checkpoint = self._checkpoint
+        stored = [(spec, checkpoint.tensors[spec.name]) for spec in self.specs if spec.name not in others]
         return ReadAhead(
-            Span(spec.offset, descriptor(tensor.file), tensor.offset, tensor.bytes) for spec, tensor in stored
+            Span(spec.offset, checkpoint.descriptor(tensor.file), tensor.offset, tensor.bytes)
+            for spec, tensor in stored
         )
 
     def _bytes(self, index: int, spec: TensorSpec, start: int, stop: int) -> "memoryview | _Stored":  # noqa: ARG002

@@ -10,6 +10,7 @@ publisher does if this one dies.
 
 import asyncio
 import contextlib
+import functools
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from tensorcast_connector.client.given import FilesGiven, Given, MemoryGiven
 from tensorcast_connector.client.ownership import Leased
 from tensorcast_connector.client.session import Session
 from tensorcast_connector.client.tensors import RawTensor
+from tensorcast_connector.client.threads import in_thread
 from tensorcast_connector.client.weights import WeightVersion, describe, read_manifest
 from tensorcast_connector.config import (
     NAME_MOVES_MAX,
@@ -100,7 +102,7 @@ class WeightPublisher:
             raise InvalidArgument(f"order={order}: a whole number from 0 to {ORDER_MAX}")
         given: Given
         if isinstance(tensors, str | os.PathLike):
-            given = await asyncio.to_thread(FilesGiven, tensors)
+            given = await in_thread(functools.partial(FilesGiven, tensors), drop=lambda late: late.close())
         else:
             given = MemoryGiven(tensors)
         try:

@@ -137,7 +137,7 @@ class _Work:
                     part = None if self.failed is not None else next(self._left, None)
                 if part is None:
                     return
-                self._ahead.reached(part.at + part.bytes)
+                self._ahead.reached(part.at)
                 if read_part(part.descriptor, part.offset, part.pieces):
                     self._ahead.waited()
                 if self._progress is not None:
@@ -231,7 +231,10 @@ class _Ring:
         self._order = order
         self._sizes = sizes
         self._starts = list(itertools.accumulate((each.bytes for each in order), initial=0))  # of each, in what is read
-        self._ahead = ReadAhead(map(self._span, itertools.count(), order))
+        self._ahead = ReadAhead(
+            Span(start, checkpoint.descriptor(each.file), each.offset, each.bytes)
+            for start, each in zip(self._starts, order, strict=False)
+        )
         memory = mmap.mmap(-1, capacity)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -244,9 +247,6 @@ class _Ring:
         self._placed: list[int] = []  # where each tensor begins that has its place
         self._left: list[int] = []  # bytes of each of these that are still to be read
         self._next = (0, 0)  # the tensor and its byte that is read next
-
-    def _span(self, number: int, tensor: FileTensor) -> Span:
-        return Span(self._starts[number], self._checkpoint.descriptor(tensor.file), tensor.offset, tensor.bytes)
 
     def take(self, number: int) -> memoryview:
         """The bytes of that tensor, once they are there; reads too until they are, instead of waiting for others to run."""
@@ -290,19 +290,19 @@ class _Ring:
         return self._stopped or self._failed is not None or self._next[0] == len(self._order)
 
     def _claim(self) -> tuple[int, int, Piece]:
-        """What is to be read next: of which tensor, where it ends in all that is read, and the piece."""
+        """What is to be read next: of which tensor, where it begins in all that is read, and the piece."""
         number, start = self._next
         tensor = self._order[number]
         stop = min(start + TENSOR_READ_BYTES, tensor.bytes)
         self._next = (number, stop) if stop < tensor.bytes else (number + 1, 0)
         at = self._placed[number]
         piece = Piece.of(self._checkpoint, tensor, self._memory[at + start : at + stop], start)
-        return number, self._starts[number] + stop, piece
+        return number, self._starts[number] + start, piece
 
-    def _read(self, number: int, end: int, piece: Piece) -> None:
+    def _read(self, number: int, start: int, piece: Piece) -> None:
         failed: BaseException | None = None
         try:
-            self._ahead.reached(end)
+            self._ahead.reached(start)
             if read_part(piece.descriptor, piece.offset, [piece] if len(piece.target) else []):
                 self._ahead.waited()
         except BaseException as error:

@@ -7,6 +7,7 @@ async with await connect("unix:/run/tensorcast/worker.sock") as session:
 
 import asyncio
 import contextlib
+import functools
 import os
 from collections.abc import AsyncIterator, Iterable, Sequence
 
@@ -20,6 +21,7 @@ from tensorcast_connector.client.link import GatewayLink, open_link
 from tensorcast_connector.client.ownership import SYSTEM, Leased, leased
 from tensorcast_connector.client.plan import CallContext, Plan, Referring
 from tensorcast_connector.client.reading import Progress
+from tensorcast_connector.client.threads import in_thread
 from tensorcast_connector.client.upload import Upload, open_upload
 from tensorcast_connector.client.weights import Weights, WeightVersion, follow, open_stored, open_weights
 from tensorcast_connector.client.writing import write_image
@@ -150,7 +152,9 @@ class Session:
         if name:
             check_name(name)
         if isinstance(tensors, str | os.PathLike):
-            image: Image = await asyncio.to_thread(FileImage, tensors, progress)
+            image: Image = await in_thread(
+                functools.partial(FileImage, tensors, progress), drop=lambda late: late.close()
+            )
         else:
             image = Image(tensors, progress)
         try:
@@ -209,7 +213,7 @@ class Session:
     async def _send(self, image: Image, upload_id: str) -> bytes:
         digests: list[bytes] = []
         for chunk in range(image.chunks):
-            data, digest = await asyncio.to_thread(image.read, chunk)
+            data, digest = await in_thread(functools.partial(image.read, chunk))
             for at in range(0, len(data), UPLOAD_PART_BYTES):
                 part = WriteUpload(upload_id, chunk * CHUNK_BYTES + at, data[at : at + UPLOAD_PART_BYTES])
                 await self._link.call(part, Ok, ARTIFACT_TIMEOUT_S)

@@ -104,15 +104,15 @@ class Files:
         pieces = [self._piece(each, byte_view(each.target)) for each in cut if direct(each)]
         done = read_all(pieces, threads=self._threads, progress=lambda read, _: progress(read))
         staged = [each for each in cut if not direct(each)]
-        ends = list(accumulate(each.span[1] - each.span[0] for each in staged))
-        ahead = ReadAhead(self._span(each, end) for each, end in zip(staged, ends, strict=True))
+        starts = accumulate((each.span[1] - each.span[0] for each in staged), initial=0)
+        numbered = list(zip(starts, staged, strict=False))
+        ahead = ReadAhead(self._span(start, each) for start, each in numbered)
 
-        def work(copy_and_end: tuple[Copy, int], stage: "Stage") -> int:
-            copy, end = copy_and_end
-            ahead.reached(end)
+        def work(start_and_copy: tuple[int, Copy], stage: "Stage") -> int:
+            start, copy = start_and_copy
+            ahead.reached(start)
             return self._stage(copy, stage, ahead)
 
-        numbered = list(zip(staged, ends, strict=True))
         return done + in_threads(numbered, work, self._threads, lambda read: progress(done + read))
 
     def check(self) -> None:
@@ -123,10 +123,9 @@ class Files:
     def _piece(self, copy: Copy, target: memoryview) -> Piece:
         return Piece.of(self._checkpoint, self._checkpoint.tensors[copy.name], target, copy.span[0])
 
-    def _span(self, copy: Copy, end: int) -> Span:
+    def _span(self, at: int, copy: Copy) -> Span:
         tensor, (start, stop) = self._checkpoint.tensors[copy.name], copy.span
-        size = stop - start
-        return Span(end - size, self._checkpoint.descriptor(tensor.file), tensor.offset + start, size)
+        return Span(at, self._checkpoint.descriptor(tensor.file), tensor.offset + start, stop - start)
 
     def _stage(self, copy: Copy, stage: "Stage", ahead: ReadAhead) -> int:
         """Reads a part into a buffer and copies it from there."""
