@@ -74,7 +74,7 @@ class ReadAhead:
         return f"<ReadAhead {'of a disk' if self._waited else 'not needed'}, next {self._next}>"
 
     def waited(self) -> None:
-        """A read had to wait for a disk, or may have had to."""
+        """A read had to wait for a disk."""
         self._waited = True
 
     def reached(self, at: int) -> None:
@@ -95,13 +95,16 @@ class ReadAhead:
 
 
 def read_cached(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int | None:
-    """As `os.preadv`, as far as that can be had without waiting for a disk. None: it cannot, or that cannot be told.
+    """As `os.preadv`, as far as that can be had without waiting for a disk. 0: it cannot; None: that cannot be told.
 
-    Neither an error nor the end of the file is said here: the read that may wait tells them.
+    Memory file systems cannot tell, and network file systems; these are read as ever. Neither an error nor the end of the file
+    is said here: the read that may wait tells them.
     """
     if _NOWAIT is None:
         return None
     try:
         return os.preadv(descriptor, buffers, offset, _NOWAIT) or None
+    except BlockingIOError:
+        return 0
     except OSError:
         return None

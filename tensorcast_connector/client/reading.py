@@ -152,22 +152,22 @@ def read_part(descriptor: int, offset: int, pieces: Sequence[Piece]) -> bool:
     """Pieces that are neighbours in a file, the first of which begins at `offset`, at most READ_BUFFERS_MAX.
 
     Returns:
-        Whether it had to wait for a disk, or may have had to.
+        Whether it had to wait for a disk, as far as that can be told.
 
     Raises:
         InvalidArgument: see `read_all`.
     """
     left = deque(pieces)
     buffers = [each.target for each in pieces]
-    waits = False
+    waits = cold = False
     while buffers:
         try:
             if waits:
                 count = os.preadv(descriptor, buffers, offset)
-            elif (cached := read_cached(descriptor, buffers, offset)) is not None:
+            elif cached := read_cached(descriptor, buffers, offset):
                 count = cached
             else:
-                waits = True
+                waits, cold = True, cached == 0
                 continue
         except OSError as error:
             raise InvalidArgument(f"{left[0].label} cannot be read: {error.strerror}") from error
@@ -179,7 +179,7 @@ def read_part(descriptor: int, offset: int, pieces: Sequence[Piece]) -> bool:
             left.popleft()
         if count:
             buffers[0] = buffers[0][count:]
-    return waits
+    return cold
 
 
 # --- one after the other ----------------------------------------------------------------------------------------------

@@ -31,10 +31,10 @@ class Log:
                 self.twice.append(each)
             self.asked[each] = len(self.read)
 
-    def read_cached(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int | None:
+    def read_cached(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         """As `read_ahead.read_cached`."""
         self.read += _bytes(descriptor, offset, sum(map(len, buffers)))
-        return os.preadv(descriptor, list(buffers), offset) if self.cached else None
+        return os.preadv(descriptor, list(buffers), offset) if self.cached else 0
 
     def check(self) -> None:
         """All that was read was asked for in time, but for the first read; nothing else, nothing twice, nothing too early."""
