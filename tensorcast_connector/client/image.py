@@ -13,7 +13,7 @@ import xxhash
 
 from tensorcast_connector.client.checkpoint import Checkpoint, FileTensor
 from tensorcast_connector.client.read_ahead import ReadAhead, Span
-from tensorcast_connector.client.reading import Piece, Progress, read_part
+from tensorcast_connector.client.reading import Piece, Progress, read_next
 from tensorcast_connector.client.tensors import FileTensors, Source, sources
 from tensorcast_connector.config import ARTIFACT_SPARE_BYTES
 from tensorcast_connector.core.artifact import ALIGN_BYTES, CHUNK_BYTES, TensorSpec, check_fits, chunk_count, layout
@@ -204,9 +204,7 @@ class _Stored:
     def read(self, start: int, target: memoryview) -> None:
         """Its bytes from `start` on."""
         piece = Piece.of(self.checkpoint, self.tensor, target, self.start + start)
-        self.ahead.reached(self.at + start)
-        if read_part(piece.descriptor, piece.offset, [piece]):
-            self.ahead.waited()
+        read_next(self.ahead, self.at + start, piece.descriptor, piece.offset, [piece])
 
 
 class FileImage(Image):

@@ -137,9 +137,7 @@ class _Work:
                     part = None if self.failed is not None else next(self._left, None)
                 if part is None:
                     return
-                self._ahead.reached(part.at)
-                if read_part(part.descriptor, part.offset, part.pieces):
-                    self._ahead.waited()
+                read_next(self._ahead, part.at, part.descriptor, part.offset, part.pieces)
                 if self._progress is not None:
                     with self._lock:
                         self._done += part.bytes
@@ -180,6 +178,17 @@ def read_part(descriptor: int, offset: int, pieces: Sequence[Piece]) -> bool:
         if count:
             buffers[0] = buffers[0][count:]
     return cold
+
+
+def read_next(ahead: ReadAhead, at: int, descriptor: int, offset: int, pieces: Sequence[Piece]) -> None:
+    """`read_part` of what lies at `at` in what `ahead` knows, which is told of it.
+
+    Raises:
+        InvalidArgument: see `read_all`.
+    """
+    ahead.reached(at)
+    if read_part(descriptor, offset, pieces):
+        ahead.waited()
 
 
 # --- one after the other ----------------------------------------------------------------------------------------------
@@ -302,9 +311,7 @@ class _Ring:
     def _read(self, number: int, start: int, piece: Piece) -> None:
         failed: BaseException | None = None
         try:
-            self._ahead.reached(start)
-            if read_part(piece.descriptor, piece.offset, [piece] if len(piece.target) else []):
-                self._ahead.waited()
+            read_next(self._ahead, start, piece.descriptor, piece.offset, [piece] if len(piece.target) else [])
         except BaseException as error:
             failed = error
         with self._condition:

@@ -16,7 +16,7 @@ import torch
 
 from tensorcast_connector.client.checkpoint import Checkpoint
 from tensorcast_connector.client.read_ahead import ReadAhead, Span
-from tensorcast_connector.client.reading import Piece, read_all, read_part, stream
+from tensorcast_connector.client.reading import Piece, read_all, read_next, read_part, stream
 from tensorcast_connector.config import LOAD_REPORT_INTERVAL_S, STAGE_BYTES, STAGE_RUN_BYTES
 from tensorcast_connector.engines.weights.load_plan import Copy, Given
 from tensorcast_connector.errors import InvalidArgument
@@ -110,8 +110,7 @@ class Files:
 
         def work(start_and_copy: tuple[int, Copy], stage: "Stage") -> int:
             start, copy = start_and_copy
-            ahead.reached(start)
-            return self._stage(copy, stage, ahead)
+            return self._stage(copy, stage, ahead, start)
 
         return done + in_threads(numbered, work, self._threads, lambda read: progress(done + read))
 
@@ -127,13 +126,12 @@ class Files:
         tensor, (start, stop) = self._checkpoint.tensors[copy.name], copy.span
         return Span(at, self._checkpoint.descriptor(tensor.file), tensor.offset + start, stop - start)
 
-    def _stage(self, copy: Copy, stage: "Stage", ahead: ReadAhead) -> int:
+    def _stage(self, copy: Copy, stage: "Stage", ahead: ReadAhead, at: int) -> int:
         """Reads a part into a buffer and copies it from there."""
         start, stop = copy.span
         buffer = stage.buffer(stop - start, copy.target.device)
         part = self._piece(copy, byte_view(buffer[: stop - start]))
-        if read_part(part.descriptor, part.offset, [part]):
-            ahead.waited()
+        read_next(ahead, at, part.descriptor, part.offset, [part])
         flat = buffer[: stop - start].view(copy.dtype)
         stage.copy(copy.target, flat.as_strided(copy.shape, copy.stride, copy.offset - start // copy.dtype.itemsize))
         return stop - start
